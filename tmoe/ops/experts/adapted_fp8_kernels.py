@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tmoe.ops.experts.adapted_kernels import step
-from tmoe.ops.experts.fp8_kernels import finish_dh, finish_up, matrix_block, rows_block, tile_with_number
+from tmoe.ops.experts.fp8_kernels import dh_sum, finish_dh, finish_up, rows_sum, tile_with_number, up_sums
 from tmoe.ops.experts.kernels import halves_of, store_rows
 
 
@@ -27,21 +27,11 @@ def up_fp8_adapted(
     """
     HALVES: tl.constexpr = halves_of(ACT)
     num_n = tl.cdiv(F, 128)
-    steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        pm, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
         r = row + tl.arange(0, BM)
         tokens = tl.load(order + r, mask=r < hi, other=0) // K
-        gate = tl.zeros((BM, 128), tl.float32)
-        up = tl.zeros((BM, 128), tl.float32)
-        scales = sw + (e * HALVES * num_n + pn).to(tl.int64) * steps
-        for k in range(steps):
-            a = rows_block(x, tokens, row, D, k, GATHER, EVEN)
-            up += tl.dot(a, matrix_block(w, e * HALVES + HALVES - 1, pn * 128, k)) * tl.load(
-                scales + (HALVES - 1) * num_n * steps + k
-            )
-            if HALVES == 2:
-                gate += tl.dot(a, matrix_block(w, e * HALVES, pn * 128, k)) * tl.load(scales + k)
+        gate, up = up_sums(x, w, sw, tokens, e, row, pn, D, num_n, BM, HALVES, GATHER, EVEN)
         s = tl.load(sx + tokens)[:, None]
         b_e = HALVES * F * R
         up *= s
@@ -54,7 +44,7 @@ def up_fp8_adapted(
                     gate, u, b, e, hi, row, pn, F, R, stride_u, b_e, R, 1, BM, 128, RB, False, PRECISION
                 )
         finish_up(
-            gate, up, bias, h_gate, h_up, s_h, act, plain, s_act, pm, e, lo, hi, row, pn, num_n, capacity, F,
+            gate, up, bias, h_gate, h_up, s_h, act, plain, s_act, pm, e, hi, row, pn, num_n, capacity, F,
             BM, SUB, ACT, KEEP,
         )  # fmt: skip
 
@@ -66,20 +56,11 @@ def rows_fp8_adapted(
 ):  # fmt: skip
     """rows_fp8_kernel with C += u v[e]; v[e] has W columns at strides v_n and R rows at strides v_r."""
     num_n = tl.cdiv(W, 128)
-    steps = tl.cdiv(L, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
-        acc = tl.zeros((BM, 128), tl.float32)
-        of_rows = sa + 2 * pm + tl.arange(0, BM) // 64
-        for k in range(HALVES * steps):
-            half = k // steps
-            j = k % steps
-            m = e * HALVES + half
-            block = tl.load(sb + m.to(tl.int64) * num_n * steps + pn * s_n + j * s_k)
-            s = tl.load(of_rows + k * 2 * capacity) * block
-            acc += tl.dot(a.load([row + half * N, j * 128]), matrix_block(b, m, pn * 128, j)) * s[:, None]
+        pm, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        acc = rows_sum(a, sa, b, sb, pm, e, row, pn, num_n, capacity, N, L, s_n, s_k, BM, HALVES)
         acc = step(acc, u, v, e, hi, row, pn, W, R, stride_u, W * R, v_n, v_r, BM, 128, RB, False, PRECISION)
-        store_rows(c, acc, lo, hi, row, pn * 128, W, W, True)
+        store_rows(c, acc, hi, row, pn * 128, W, W, True)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
@@ -91,18 +72,12 @@ def dh_fp8_adapted(
 ):  # fmt: skip
     """dh_fp8_kernel with dA += u v[e]; v [E, R, F]. dH is rounded to its type before its cast."""
     num_n = tl.cdiv(F, 128)
-    steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
         pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
         r = row + tl.arange(0, BM)
         slots = tl.load(order + r, mask=r < hi, other=0)
         tokens = slots // K
-        acc = tl.zeros((BM, 128), tl.float32)
-        scales = sw + e.to(tl.int64) * num_n * steps + pn
-        for k in range(steps):
-            a = rows_block(dy, tokens, row, D, k, GATHER, EVEN)
-            acc += tl.dot(a, matrix_block(w, e, pn * 128, k)) * tl.load(scales + k * num_n)
-        acc *= tl.load(sdy + tokens)[:, None]
+        acc = dh_sum(dy, sdy, w, sw, tokens, e, row, pn, D, num_n, BM, GATHER, EVEN)
         acc = step(acc, u, v, e, hi, row, pn, F, R, stride_u, R * F, 1, F, BM, 128, RB, False, PRECISION)
         finish_dh(
             acc, slots, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds,

@@ -58,12 +58,12 @@ def up_adapted(
     HALVES: tl.constexpr = halves_of(ACT)
     num_n = tl.cdiv(F, BN // HALVES)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         acc = product(x, gate_up, order, e, hi, row, pn, F, D, stride_x, HALVES * F * D, D, 1,
                       BM, BN, BL, HALVES == 2, True, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
         acc = step(acc, u, b, e, hi, row, pn, F, R, stride_u, HALVES * F * R, R, 1, BM, BN, RB,
                    HALVES == 2, PRECISION)  # fmt: skip
-        finish_up(acc, bias, h_gate, h_up, act, e, lo, hi, row, pn, F, BN, SUB, ACT, KEEP, TMA)
+        finish_up(acc, bias, h_gate, h_up, act, e, hi, row, pn, F, BN, SUB, ACT, KEEP, TMA)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
@@ -75,13 +75,13 @@ def rows_adapted(
     """rows_kernel with C += u v[e]; v[e] has W columns at strides v_n and R rows at strides v_r."""
     num_n = tl.cdiv(W, BN)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         acc = product(a, b, offsets, e, hi, row, pn, W, L, L, b_e, b_n, b_l,
                       BM, BN, BL, False, B_ROWS, 1, False, TMA, EVEN, PRECISION)  # fmt: skip
         acc = step(acc, u, v, e, hi, row, pn, W, R, stride_u, W * R, v_n, v_r, BM, BN, RB, False, PRECISION)
         parts = slices(acc, SUB)
         for j in tl.static_range(SUB):
-            store_rows(c, parts[j], lo, hi, row, pn * BN + j * (BN // SUB), W, W, TMA)
+            store_rows(c, parts[j], hi, row, pn * BN + j * (BN // SUB), W, W, TMA)
 
 
 @triton.jit(do_not_specialize=["capacity", "N", "GROUP"])

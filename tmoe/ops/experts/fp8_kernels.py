@@ -29,9 +29,8 @@ def po2(amax):
     """The power of two from amax / 448 upwards, and its inverse: `po2` of fp8_codes.py."""
     bits = (amax * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((bits + 0x7FFFFF) >> 23, 1), 253)
-    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(
-        tl.float32, bitcast=True
-    )
+    scale, inverse = exponent << 23, (254 - exponent) << 23
+    return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -160,14 +159,8 @@ def tile_with_number(t, tiles, capacity, offsets, num_n, GROUP):
     height = tl.minimum(num_m - first, GROUP)
     pm = first + t % per_group % height
     e = tl.load(tiles + 4 + pm)
-    return (
-        pm,
-        e,
-        tl.load(offsets + e),
-        tl.load(offsets + e + 1),
-        tl.load(tiles + 4 + capacity + pm),
-        (t % per_group // height),
-    )
+    lo, hi = tl.load(offsets + e), tl.load(offsets + e + 1)
+    return pm, e, lo, hi, tl.load(tiles + 4 + capacity + pm), t % per_group // height
 
 
 @triton.jit
@@ -188,6 +181,58 @@ def matrix_block(b, m, column, k):
 
 
 @triton.jit
+def up_sums(
+    x, w, sw, tokens, e, row, pn, D, num_n,
+    BM: tl.constexpr, HALVES: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of a tile of up_fp8_kernel, without the scales of rows; gate is 0 without a gate."""
+    steps = tl.cdiv(D, 128)
+    gate = tl.zeros((BM, 128), tl.float32)
+    up = tl.zeros((BM, 128), tl.float32)
+    scales = sw + (e * HALVES * num_n + pn).to(tl.int64) * steps
+    for k in range(steps):
+        a = rows_block(x, tokens, row, D, k, GATHER, EVEN)
+        up += tl.dot(a, matrix_block(w, e * HALVES + HALVES - 1, pn * 128, k)) * tl.load(
+            scales + (HALVES - 1) * num_n * steps + k
+        )
+        if HALVES == 2:
+            gate += tl.dot(a, matrix_block(w, e * HALVES, pn * 128, k)) * tl.load(scales + k)
+    return gate, up
+
+
+@triton.jit
+def rows_sum(
+    a, sa, b, sb, pm, e, row, pn, num_n, capacity, N, L, s_n, s_k, BM: tl.constexpr, HALVES: tl.constexpr
+):
+    """A tile of rows_fp8_kernel."""
+    steps = tl.cdiv(L, 128)
+    acc = tl.zeros((BM, 128), tl.float32)
+    of_rows = sa + 2 * pm + tl.arange(0, BM) // 64
+    for k in range(HALVES * steps):
+        half = k // steps
+        j = k % steps
+        m = e * HALVES + half
+        block = tl.load(sb + m.to(tl.int64) * num_n * steps + pn * s_n + j * s_k)
+        s = tl.load(of_rows + k * 2 * capacity) * block
+        acc += tl.dot(a.load([row + half * N, j * 128]), matrix_block(b, m, pn * 128, j)) * s[:, None]
+    return acc
+
+
+@triton.jit
+def dh_sum(
+    dy, sdy, w, sw, tokens, e, row, pn, D, num_n, BM: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr
+):
+    """A tile of dA of dh_fp8_kernel."""
+    steps = tl.cdiv(D, 128)
+    acc = tl.zeros((BM, 128), tl.float32)
+    scales = sw + e.to(tl.int64) * num_n * steps + pn
+    for k in range(steps):
+        a = rows_block(dy, tokens, row, D, k, GATHER, EVEN)
+        acc += tl.dot(a, matrix_block(w, e, pn * 128, k)) * tl.load(scales + k * num_n)
+    return acc * tl.load(sdy + tokens)[:, None]
+
+
+@triton.jit
 def tile_scale(t, live, BM: tl.constexpr):
     """The scale of each 64 rows from the largest magnitude `t` of each of BM rows, and each row's inverse."""
     amax = tl.max(tl.reshape(tl.where(live, t, 0.0), (BM // 64, 64)), 1)
@@ -196,9 +241,7 @@ def tile_scale(t, live, BM: tl.constexpr):
 
 
 @triton.jit
-def store_coded(
-    c, scales, t, lo, hi, row, pn, F, BM: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr
-):  # fmt: skip
+def store_coded(c, scales, t, hi, row, pn, F, BM: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr):
     """Codes of a tile of a half of H in c, in SUB column slices, and its scales at `scales`."""
     BS: tl.constexpr = 128 // SUB
     live = row + tl.arange(0, BM) < hi
@@ -207,7 +250,7 @@ def store_coded(
     parts = slices(t, SUB)
     for j in tl.static_range(SUB):
         codes = sided(parts[j], ACT) * inverse[:, None]
-        store_rows(c, codes, lo, hi, row, pn * 128 + j * BS, F, F, True)
+        store_rows(c, codes, hi, row, pn * 128 + j * BS, F, F, True)
 
 
 @triton.jit
@@ -218,7 +261,7 @@ def load_coded(c, scale, lo, hi, row, col, F, BM: tl.constexpr, BS: tl.constexpr
 
 @triton.jit
 def finish_up(
-    gate, up, bias, h_gate, h_up, s_h, act, plain, s_act, pm, e, lo, hi, row, pn, num_n, capacity, F,
+    gate, up, bias, h_gate, h_up, s_h, act, plain, s_act, pm, e, hi, row, pn, num_n, capacity, F,
     BM: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Adds the bias to a tile of H, and writes codes and scales of H, if KEEP, and of its activation.
@@ -238,9 +281,9 @@ def finish_up(
         gate = up
     if KEEP:
         at = s_h + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64)
-        store_coded(h_gate, at, gate, lo, hi, row, pn, F, BM, SUB, ACT)
+        store_coded(h_gate, at, gate, hi, row, pn, F, BM, SUB, ACT)
         if HALVES == 2:
-            store_coded(h_up, at + num_n * 2 * capacity, up, lo, hi, row, pn, F, BM, SUB, ACT)
+            store_coded(h_up, at + num_n * 2 * capacity, up, hi, row, pn, F, BM, SUB, ACT)
     most = tl.zeros((BM,), tl.float32)
     gates = slices(gate, SUB)
     ups = slices(up, SUB)
@@ -250,12 +293,12 @@ def finish_up(
         cols = col + tl.arange(0, BS)
         y = tl.where((cols < F)[None, :], activate(gates[j], ups[j], False, ACT), 0.0)
         if plain is not None:
-            store_rows(plain, y, lo, hi, row, col, F, F, True)
+            store_rows(plain, y, hi, row, col, F, F, True)
         most = tl.maximum(most, tl.max(size(y), 1))
         acts = acts + (y,)
     scale, inverse = tile_scale(most, row + tl.arange(0, BM) < hi, BM)
     for j in tl.static_range(SUB):
-        store_rows(act, acts[j] * inverse[:, None], lo, hi, row, pn * 128 + j * BS, F, F, True)
+        store_rows(act, acts[j] * inverse[:, None], hi, row, pn * 128 + j * BS, F, F, True)
     tl.store(s_act + pn.to(tl.int64) * 2 * capacity + 2 * pm + tl.arange(0, BM // 64), scale)
 
 
@@ -294,14 +337,14 @@ def finish_dh(
             up = load_coded(h_up, of_up, lo, hi, row, col, F, BM, BS)
         y, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
         total += tl.sum(d_weight, 1)
-        store_rows(act, y, lo, hi, row, col, F, F, True)
+        store_rows(act, y, hi, row, col, F, F, True)
         d_gate = d_gate.to(dh_gate.dtype)
-        store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, True)
+        store_rows(dh_gate, d_gate, hi, row, col, F, HALVES * F, True)
         most_gate = tl.maximum(most_gate, tl.max(size(d_gate.to(tl.float32)), 1))
         gates = gates + (d_gate,)
         if HALVES == 2:
             d_up = d_up.to(dh_up.dtype)
-            store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, True)
+            store_rows(dh_up, d_up, hi, row, col, F, HALVES * F, True)
             most_up = tl.maximum(most_up, tl.max(size(d_up.to(tl.float32)), 1))
             ups = ups + (d_up,)
     tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
@@ -310,13 +353,13 @@ def finish_dh(
     tl.store(at, scale)
     for j in tl.static_range(SUB):
         col = pn * 128 + j * BS
-        store_rows(gate_codes, gates[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
+        store_rows(gate_codes, gates[j].to(tl.float32) * inverse[:, None], hi, row, col, F, F, True)
     if HALVES == 2:
         scale, inverse = tile_scale(most_up, r < hi, BM)
         tl.store(at + of_up_half, scale)
         for j in tl.static_range(SUB):
             col = pn * 128 + j * BS
-            store_rows(up_codes, ups[j].to(tl.float32) * inverse[:, None], lo, hi, row, col, F, F, True)
+            store_rows(up_codes, ups[j].to(tl.float32) * inverse[:, None], hi, row, col, F, F, True)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
@@ -332,26 +375,16 @@ def up_fp8_kernel(
     """
     HALVES: tl.constexpr = halves_of(ACT)
     num_n = tl.cdiv(F, 128)
-    steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        pm, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
         r = row + tl.arange(0, BM)
         tokens = tl.load(order + r, mask=r < hi, other=0) // K
-        gate = tl.zeros((BM, 128), tl.float32)
-        up = tl.zeros((BM, 128), tl.float32)
-        scales = sw + (e * HALVES * num_n + pn).to(tl.int64) * steps
-        for k in range(steps):
-            a = rows_block(x, tokens, row, D, k, GATHER, EVEN)
-            up += tl.dot(a, matrix_block(w, e * HALVES + HALVES - 1, pn * 128, k)) * tl.load(
-                scales + (HALVES - 1) * num_n * steps + k
-            )
-            if HALVES == 2:
-                gate += tl.dot(a, matrix_block(w, e * HALVES, pn * 128, k)) * tl.load(scales + k)
+        gate, up = up_sums(x, w, sw, tokens, e, row, pn, D, num_n, BM, HALVES, GATHER, EVEN)
         s = tl.load(sx + tokens)[:, None]
         gate *= s
         up *= s
         finish_up(
-            gate, up, bias, h_gate, h_up, s_h, act, None, s_act, pm, e, lo, hi, row, pn, num_n, capacity, F,
+            gate, up, bias, h_gate, h_up, s_h, act, None, s_act, pm, e, hi, row, pn, num_n, capacity, F,
             BM, SUB, ACT, KEEP,
         )  # fmt: skip
 
@@ -368,19 +401,10 @@ def rows_fp8_kernel(
     matrix's first scale in sb on.
     """
     num_n = tl.cdiv(W, 128)
-    steps = tl.cdiv(L, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
-        acc = tl.zeros((BM, 128), tl.float32)
-        of_rows = sa + 2 * pm + tl.arange(0, BM) // 64
-        for k in range(HALVES * steps):
-            half = k // steps
-            j = k % steps
-            m = e * HALVES + half
-            block = tl.load(sb + m.to(tl.int64) * num_n * steps + pn * s_n + j * s_k)
-            s = tl.load(of_rows + k * 2 * capacity) * block
-            acc += tl.dot(a.load([row + half * N, j * 128]), matrix_block(b, m, pn * 128, j)) * s[:, None]
-        store_rows(c, acc, lo, hi, row, pn * 128, W, W, True)
+        pm, e, _, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
+        acc = rows_sum(a, sa, b, sb, pm, e, row, pn, num_n, capacity, N, L, s_n, s_k, BM, HALVES)
+        store_rows(c, acc, hi, row, pn * 128, W, W, True)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP", "N"])
@@ -397,18 +421,12 @@ def dh_fp8_kernel(
     ceil(F / 128), 2 capacity]. ds: as in dh_kernel of kernels.py.
     """
     num_n = tl.cdiv(F, 128)
-    steps = tl.cdiv(D, 128)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
         pm, e, lo, hi, row, pn = tile_with_number(t, tiles, capacity, offsets, num_n, GROUP)
         r = row + tl.arange(0, BM)
         slots = tl.load(order + r, mask=r < hi, other=0)
         tokens = slots // K
-        acc = tl.zeros((BM, 128), tl.float32)
-        scales = sw + e.to(tl.int64) * num_n * steps + pn
-        for k in range(steps):
-            a = rows_block(dy, tokens, row, D, k, GATHER, EVEN)
-            acc += tl.dot(a, matrix_block(w, e, pn * 128, k)) * tl.load(scales + k * num_n)
-        acc *= tl.load(sdy + tokens)[:, None]
+        acc = dh_sum(dy, sdy, w, sw, tokens, e, row, pn, D, num_n, BM, GATHER, EVEN)
         finish_dh(
             acc, slots, h_gate, h_up, s_h, dh_gate, dh_up, act, gate_codes, up_codes, s_dh, weights, ds,
             pm, lo, hi, row, pn, num_n, capacity, N, F, BM, SUB, ACT,

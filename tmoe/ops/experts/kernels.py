@@ -61,7 +61,7 @@ def load_tile(desc, lo, count, r, c):
 
 
 @triton.jit
-def store_rows(c, tile, lo, hi, row, col, width, stride, TMA: tl.constexpr):
+def store_rows(c, tile, hi, row, col, width, stride, TMA: tl.constexpr):
     """Store the tile at (row, col) of an [N, width] result, clipped to the expert's rows and to the width."""
     if TMA:
         box = tl.reshape(tile.to(c.dtype), (1, 1, tile.shape[0], tile.shape[1]))
@@ -338,7 +338,7 @@ def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def finish_up(
-    acc, bias, h_gate, h_up, act, e, lo, hi, row, pn, F,
+    acc, bias, h_gate, h_up, act, e, hi, row, pn, F,
     BN: tl.constexpr, SUB: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds the bias to a tile of products, and stores the tiles of H (KEEP) and of act."""
@@ -365,10 +365,10 @@ def finish_up(
             else:
                 up = gate
         if KEEP:
-            store_rows(h_gate, gate, lo, hi, row, col, F, HALVES * F, TMA)
+            store_rows(h_gate, gate, hi, row, col, F, HALVES * F, TMA)
             if HALVES == 2:
-                store_rows(h_up, up, lo, hi, row, col, F, HALVES * F, TMA)
-        store_rows(act, activate(gate, up, False, ACT), lo, hi, row, col, F, F, TMA)
+                store_rows(h_up, up, hi, row, col, F, HALVES * F, TMA)
+        store_rows(act, activate(gate, up, False, ACT), hi, row, col, F, F, TMA)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
@@ -385,10 +385,10 @@ def up_kernel(
     HALVES: tl.constexpr = halves_of(ACT)
     num_n = tl.cdiv(F, BN // HALVES)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         acc = product(x, gate_up, order, e, hi, row, pn, F, D, stride_x, HALVES * F * D, D, 1,
                       BM, BN, BL, HALVES == 2, True, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
-        finish_up(acc, bias, h_gate, h_up, act, e, lo, hi, row, pn, F, BN, SUB, ACT, KEEP, TMA)
+        finish_up(acc, bias, h_gate, h_up, act, e, hi, row, pn, F, BN, SUB, ACT, KEEP, TMA)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
@@ -403,12 +403,12 @@ def rows_kernel(
     """
     num_n = tl.cdiv(W, BN)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
-        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         acc = product(a, b, offsets, e, hi, row, pn, W, L, L, b_e, b_n, b_l,
                       BM, BN, BL, False, B_ROWS, 1, False, TMA, EVEN, PRECISION)  # fmt: skip
         parts = slices(acc, SUB)
         for j in tl.static_range(SUB):
-            store_rows(c, parts[j], lo, hi, row, pn * BN + j * (BN // SUB), W, W, TMA)
+            store_rows(c, parts[j], hi, row, pn * BN + j * (BN // SUB), W, W, TMA)
 
 
 @triton.jit
@@ -432,10 +432,10 @@ def finish_dh(
             up = gate
         a, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
         total += tl.sum(d_weight, 1)
-        store_rows(act, a, lo, hi, row, col, F, F, TMA)
-        store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, TMA)
+        store_rows(act, a, hi, row, col, F, F, TMA)
+        store_rows(dh_gate, d_gate, hi, row, col, F, HALVES * F, TMA)
         if HALVES == 2:
-            store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, TMA)
+            store_rows(dh_up, d_up, hi, row, col, F, HALVES * F, TMA)
     tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
 
 
@@ -464,9 +464,8 @@ def dh_kernel(
 
 @triton.jit
 def dw_operand(
-    a, order, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+    a, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr
+):
     """BL rows of the expert from lo+k*BL on, and BW columns from col on; zeros past the expert's end."""
     if GATHER:
         here = lo + k * BL + tl.arange(0, BL) < hi
@@ -503,8 +502,8 @@ def dw_kernel(
         r = lo + tl.arange(0, BL)
         tok = tl.load(order + r, mask=r < hi, other=0) // K if GATHER != "" else r
         for k in range(tl.cdiv(hi - lo, BL)):
-            left = dw_operand(a, order, tok, lo, hi, k, pm * BM, P, BL, BM, GATHER == "a", TMA)
-            right = dw_operand(b, order, tok, lo, hi, k, pn * BN, Q, BL, BN, GATHER == "b", TMA)
+            left = dw_operand(a, tok, lo, hi, k, pm * BM, P, BL, BM, GATHER == "a", TMA)
+            right = dw_operand(b, tok, lo, hi, k, pn * BN, Q, BL, BN, GATHER == "b", TMA)
             if GATHER != "":
                 r += BL
                 tok = tl.load(order + r, mask=r < hi, other=0) // K
@@ -534,7 +533,7 @@ def store_weight_tile(
             part, at = parts[j], col + j * (BN // SUB)
             if ADD:
                 part += load_rows(c_e, 0, end, row, at, Q, Q, BM, BN // SUB, False).to(tl.float32)
-            store_rows(c_e, part, 0, end, row, at, Q, Q, False)
+            store_rows(c_e, part, end, row, at, Q, Q, False)
 
 
 @triton.jit
