@@ -24,7 +24,9 @@ from tmoe.moe.moe_bytes import runs_beside, slice_bytes
 
 # FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
 FLASH = 7 / 6
-RULE_SHARE = 0.2  # assumed rate of a linear layer's rule, as a share of that of products
+# Assumed rate of a linear layer's rule, as a share of that of products. An H200's kernels have 0.07 for
+# qwen3-next-80b-a3b (benchmarks/results/delta/h200.jsonl:1, forward and backward, by count.rule_flops).
+RULE_SHARE = 0.2
 
 Parts = dict[str, float]  # seconds by part
 
@@ -190,7 +192,7 @@ def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -
 
     The kernel is cuDNN's plain causal kernel or flex attention's, each with a curve of rates over the heads'
     channels. A window costs flex attention as much as some additional tokens would. A linear layer's rule has
-    a share of the products' rate, which is assumed and not fitted: no GPU has run its kernels.
+    RULE_SHARE of the products' rate.
     """
     model = cfg.model
     S = cfg.train.seq

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tmoe.base.versions import package_version
-from tmoe.config.check import ConfigError, Setting, require
+from tmoe.config.check import ConfigError, Setting
 from tmoe.config.float8_settings import LEAST, MULTIPLE, WEIGHTS, Asked, fits, require_torchao
 from tmoe.config.gpus import GPUS
 from tmoe.config.model import ModelConfig
@@ -86,11 +86,12 @@ def require_device(cfg: Config, device: torch.device) -> None:
 
 def require_gpu(cfg: Config) -> None:
     """ConfigError if the GPU of a dry run has no float8 products."""
-    fits = cfg.train.float8 == "none" or cfg.gpu is None or GPUS[cfg.gpu].float8
+    if cfg.train.float8 == "none" or cfg.gpu is None or GPUS[cfg.gpu].float8:
+        return
     asked = asked_by(cfg)
     wrong = f"has no float8 products, for {Setting(asked.name, asked.value)}"
     valid = f"{', '.join(name for name, gpu in GPUS.items() if gpu.float8)}, or {asked.none}"
-    require(fits, "gpu", cfg.gpu, wrong, valid)
+    raise ConfigError.of("gpu", cfg.gpu, wrong, valid)
 
 
 def lacking(device: torch.device) -> str:

@@ -236,9 +236,7 @@ class DeltaNet(LinearLayer):
         super().__init__(cfg)
         n = cfg.linear
         self.rates = Rates(n.mixed, n.conv, n.value_heads)
-        self.norm = nn.RMSNorm(
-            n.value_dim, cfg.norm_eps
-        )  # its factor is the weight, with norm_offset as well
+        self.norm = nn.RMSNorm(n.value_dim, cfg.norm_eps)  # its factor is the weight, with norm_offset too
 
     def gates(
         self, ba_BSH: Tensor, padding_BS: Tensor | None = None, heads: slice = slice(None)

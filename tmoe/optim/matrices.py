@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
@@ -107,11 +108,8 @@ def work(shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Parts], iterat
     count = total = 0
     for name, shape in shapes.items():
         *stack, rows, columns = shape
-        many = 1
-        for n in stack:
-            many *= n
         for part in parts.get(name, whole(rows)):
             each, out, inner = part.shape(columns)
-            count += many * each
-            total += many * each * flops(out, inner, iterations)
+            count += prod(stack) * each
+            total += prod(stack) * each * flops(out, inner, iterations)
     return count, total

@@ -64,16 +64,16 @@ def length_of(S: int) -> int:
     return next((n for n in (16, 32) if n >= S), LONGEST)
 
 
-def _fold(t_BSHX: Tensor, L: int) -> Tensor:
+def fold(t_BSHX: Tensor, L: int) -> Tensor:
     """[B, H, N, L, ...] of [B, S, H, ...]; the last chunk is filled up with zeros."""
     more = -t_BSHX.shape[1] % L
     if more:
         t_BSHX = torch.cat([t_BSHX, t_BSHX.new_zeros(t_BSHX.shape[0], more, *t_BSHX.shape[2:])], 1)
-    folded = t_BSHX.unflatten(1, (-1, L))
-    return folded.movedim(3, 1)
+    return t_BSHX.unflatten(1, (-1, L)).movedim(3, 1)
 
 
-def _unfold(t_BHNL: Tensor, S: int) -> Tensor:
+def unfold(t_BHNL: Tensor, S: int) -> Tensor:
+    """[B, S, H, ...] of [B, H, N, L, ...]; inverse of `fold`."""
     return t_BHNL.movedim(1, 3).flatten(1, 2)[:, :S]
 
 
@@ -103,7 +103,7 @@ def cut(
     """The chunks of rows; arguments as in `rule`, all of one type, fp32 or fp64."""
     H, L = v.shape[2], length_of(v.shape[1])
     q, k = (t.repeat_interleave(H // t.shape[2], 2) for t in (q, k))
-    q, k, v, beta, g = (_fold(t, L) for t in (q, k, v, beta, g.clamp(min=FORGOTTEN)))
+    q, k, v, beta, g = (fold(t, L) for t in (q, k, v, beta, g.clamp(min=FORGOTTEN)))
     reach, head, tail = _decays(g, run, L)
     scores = (q @ k.mT) * reach
     if not correct:
@@ -111,12 +111,9 @@ def cut(
     lower = (beta[..., None] * (k @ k.mT) * reach).tril(-1)
     solve = lower + torch.eye(L, dtype=q.dtype, device=q.device)
     right = torch.cat([beta[..., None] * v, (beta * head)[..., None] * k], -1)
-    u, w = _solved(solve, right).split([v.shape[-1], k.shape[-1]], -1)
+    solved = torch.linalg.solve_triangular(solve, right, upper=False, unitriangular=True)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
     return Chunks(q, k, v, beta, reach, head, tail, solve, u, w, scores)
-
-
-def _solved(lower: Tensor, right: Tensor) -> Tensor:
-    return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
 
 def scan(c: Chunks, state: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:

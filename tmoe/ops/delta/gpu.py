@@ -19,8 +19,7 @@ from tmoe.ops.experts.pair_order import power_of_2
 from tmoe.ops.launch.kernel_launch import cdiv, device_facts, empty, launch, tf32
 from tmoe.ops.launch.shapes import LinearShapes
 
-LENGTH = 64  # tokens of a chunk, L of the kernels
-ROWS = 5  # rows of the kernels' buffer `tokens`
+LENGTH, ROWS = kernels.L.value, kernels.ROWS.value  # tokens of a chunk; rows of the buffer `tokens`
 
 # Architectures on which tests/ops/test_delta_gpu.py has passed. On other GPUs the plain form computes the
 # rule and the convolution: a kernel that a compiler gets wrong raises no error.
@@ -150,7 +149,7 @@ class Call:
     def __init__(self, sizes: Sizes, run: Tensor | None, dtype: torch.dtype, device: torch.device):
         self.sizes = n = sizes
         self.run = run
-        self.given, self.dtype, self.device = dtype, between(dtype), device
+        self.dtype, self.device = between(dtype), device
         self.KP, self.VP = padded(n.K), padded(n.V)
         self.arch = _arch(device)
         self.precision = precision(dtype)

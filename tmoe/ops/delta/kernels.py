@@ -57,6 +57,7 @@ def turned(base, row, stride, column, columns: tl.constexpr):
 
 @triton.jit
 def put(base, row, stride, column, columns: tl.constexpr, values):
+    """Stores a tile [rows, columns], but nothing right of its columns."""
     at = base + row[:, None] * stride + column[None, :]
     values = values.to(base.dtype.element_ty)
     if even(columns, column.shape[0]):
@@ -75,8 +76,20 @@ def tokens_of(base, row, stride, column, columns: tl.constexpr, mask):
 
 @triton.jit
 def put_tokens(base, row, stride, column, columns: tl.constexpr, mask, values):
+    """Stores the rows of a tile that the mask names in a tensor of tokens."""
     at = base + row[:, None] * stride + column[None, :]
     tl.store(at, values.to(base.dtype.element_ty), mask[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def put_state(base, kc, K: tl.constexpr, vc, V: tl.constexpr, values):
+    """Stores channels vc of the transpose [V, K] of a state."""
+    at = base + vc[:, None] * K + kc[None, :]
+    values = values.to(base.dtype.element_ty)
+    if even(K, kc.shape[0]) and even(V, vc.shape[0]):
+        tl.store(at, values)
+    else:
+        tl.store(at, values, (vc < V)[:, None] & (kc < K)[None, :])
 
 
 @triton.jit
@@ -243,17 +256,11 @@ def scan(
     whole = tl.load(wholes)
     mark = tl.load(marks + chunk)
     for n in range(0, N):
-        ahead = tl.minimum(
-            n + 1, N - 1
-        )  # single numbers are loaded a chunk ahead: triton does so for tiles alone
+        ahead = tl.minimum(n + 1, N - 1)  # single numbers are loaded a chunk ahead: triton does so for tiles
         next_whole = tl.load(wholes + ahead * (ROWS * L))
         next_mark = tl.load(marks + chunk + ahead)
         tail = tl.load(tokens + (chunk + n) * (ROWS * L) + TAIL + rows)
-        at = states + (chunk + n) * (K * V) + vc[:, None] * K + kc[None, :]
-        if K == KP and V % BV == 0:
-            tl.store(at, state.to(states.dtype.element_ty))
-        else:
-            tl.store(at, state.to(states.dtype.element_ty), (vc < V)[:, None] & (kc < K)[None, :])
+        put_state(states + (chunk + n) * (K * V), kc, K, vc, V, state)
         tl.store(lost_of + chunk + n, lost, part == 0)
         lost = (mark & 1) | (lost & (mark >> 1))
         fresh = turned(u_of + (chunk + n) * (L * V), rows, V, vc, V).to(tl.float32)

@@ -24,6 +24,7 @@ from tmoe.ops.delta.kernels import (
     even,
     product,
     put,
+    put_state,
     put_tokens,
     reach,
     runs_of_chunk,
@@ -88,11 +89,7 @@ def scan_back(
         of_token = tokens + (chunk + n) * (ROWS * L)
         head = tl.load(of_token + HEAD + rows)
         tail = tl.load(of_token + TAIL + rows)
-        at = after + (chunk + n) * (K * V) + vc[:, None] * K + kc[None, :]
-        if K == KP and V % BV == 0:
-            tl.store(at, ds.to(after.dtype.element_ty))
-        else:
-            tl.store(at, ds.to(after.dtype.element_ty), (vc < V)[:, None] & (kc < K)[None, :])
+        put_state(after + (chunk + n) * (K * V), kc, K, vc, V, ds)
         d = tl.zeros([BV, L], tl.float32)
         if CORRECT:
             key = turned(keys + (group + n) * (L * K), rows, K, kc, K)

@@ -65,7 +65,7 @@ def delta_rule_from(inputs: Inputs, state_BHKV: Tensor, correct: bool = True) ->
             return _one_token(inputs, state_BHKV, correct)
         made = chunks.cut(*_wide(*inputs), None, correct)
         o, state, _, _ = chunks.scan(made, state_BHKV)
-        return chunks._unfold(o, v.shape[1]).to(v.dtype), state
+        return chunks.unfold(o, v.shape[1]).to(v.dtype), state
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def plain(
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     inputs, lost = _cleaned(*_wide(q, k, v, g, beta), run)
     o, *_ = chunks.scan(chunks.cut(*inputs, run, correct), None)
-    o = chunks._unfold(o, v.shape[1]).masked_fill(lost[..., None], float("nan"))
+    o = chunks.unfold(o, v.shape[1]).masked_fill(lost[..., None], float("nan"))
     return o.to(v.dtype).contiguous()
 
 
@@ -217,8 +217,8 @@ def plain_back(dy: Tensor, given: Inputs, run: Tensor | None, correct: bool = Tr
     inputs, lost = _cleaned(*_wide(*given), run)
     made = chunks.cut(*inputs, run, correct)
     dy = dy.to(g.dtype).masked_fill(lost[..., None], 0.0)
-    parts = chunks.scan_back(made, chunks._fold(dy, made.q.shape[3]))
-    dq, dk, dv, dg, db = (chunks._unfold(t, v.shape[1]) for t in parts)
+    parts = chunks.scan_back(made, chunks.fold(dy, made.q.shape[3]))
+    dq, dk, dv, dg, db = (chunks.unfold(t, v.shape[1]) for t in parts)
     G = q.shape[2]
     dq, dk = (t.unflatten(2, (G, -1)).sum(3) for t in (dq, dk))
     return tuple(t.to(like.dtype).contiguous() for t, like in zip((dq, dk, dv, dg, db), given, strict=True))

@@ -18,7 +18,7 @@ from tmoe.ops.experts import adapted_fp8_kernels as kernels
 from tmoe.ops.experts import adapted_gpu
 from tmoe.ops.experts.adapted_gpu import AdaptedLaunches, steps
 from tmoe.ops.experts.fp8_codes import BLOCK, E4M3, Codes, encode_gpu
-from tmoe.ops.experts.fp8_gpu import BM, CONFIGS, Fp8Launches
+from tmoe.ops.experts.fp8_gpu import BM, CONFIGS, Fp8Launches, halves_of_rows
 from tmoe.ops.experts.gpu import halves
 from tmoe.ops.launch.kernel_launch import cdiv, describe, describe_ragged, device_facts, launch
 
@@ -115,10 +115,9 @@ class AdaptedFp8Launches(Fp8Launches, AdaptedLaunches):
             kernels.dh_fp8_adapted, self.grid(cfg, self.row_tiles(cfg, self.F, BLOCK)),
             self.operand(codes, cfg), scales, *self.matrices(self.down_codes, True), u, v,
             *self.coded_h(h, box), *halves(dh, self.F, box, True), describe_ragged(act, box),
-            describe_ragged(dh8[: self.N], box), describe_ragged(dh8[self.N :], box) if n == 2 else None,
-            s_dh, self.weights, ds, self.meta.order, *self.tile_args(cfg), self.N, self.D, self.F, R,
-            u.shape[1], BM, cfg.GROUP, cfg.SUB, self.K, steps(R), self.activation, cfg.gather,
-            self.D % BLOCK == 0, self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
+            *halves_of_rows(dh8, self.N, box), s_dh, self.weights, ds, self.meta.order, *self.tile_args(cfg),
+            self.N, self.D, self.F, R, u.shape[1], BM, cfg.GROUP, cfg.SUB, self.K, steps(R), self.activation,
+            cfg.gather, self.D % BLOCK == 0, self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return dh, act, ds
 

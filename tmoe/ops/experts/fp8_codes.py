@@ -164,7 +164,7 @@ def encode(matrix: Tensor, halves: int = 1) -> Tensor:
     """The packed codes of matrices [E, halves R, C]: uint8 [`Codes.size`]; no gradient flows through them.
 
     Raises ValueError for a matrix without three dimensions, of a type that is not a float of up to 32 bits,
-    and for sizes that are no multiple of 16 bytes.
+    and for R or C that is no multiple of 16.
     """
     check_tensors(matrix=matrix)
     if matrix.dim() != 3:
@@ -172,11 +172,10 @@ def encode(matrix: Tensor, halves: int = 1) -> Tensor:
     if matrix.dtype not in FLOATS:
         require(False, "matrix", matrix.dtype, f"one of {FLOATS}")
     if matrix.shape[1] % (16 * halves) or matrix.shape[2] % 16:
-        require(False, "matrix", f"shape {tuple(matrix.shape)}", f"rows and columns that are {WIDE}")
+        require(False, "matrix", f"shape {tuple(matrix.shape)}", "rows and columns that are multiples of 16")
     return torch.ops.tmoe.fp8_encode(matrix.detach(), halves)
 
 
-WIDE = "multiples of 16"
 OPERANDS = (torch.float32, torch.bfloat16)  # of a layer whose products are in fp8
 
 

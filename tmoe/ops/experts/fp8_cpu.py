@@ -1,8 +1,8 @@
 """A layer of experts with fp8 products on the CPU: the twin of the kernels, with the same rounding points.
 
 x and dy, act and dH, H for the backward, and the matrices are rounded to codes times scales; all products
-are computed in fp32.
-Weight gradients are those of ops/experts/cpu.py. fp8_table.py decides whether their operands are in fp8.
+are computed in fp32. Gradients of matrices are those of ops/experts/cpu.py; fp8_table.py decides whether they
+are of operands in fp8.
 
 next: ops/experts/op.py
 """

@@ -247,10 +247,8 @@ class Fp8Launches(LayerLaunches):
         parts = cdiv(self.F, BLOCK)
         dh, act = self.empty(self.N, self.H), self.empty(self.N, self.F)
         ds = self.empty(cdiv(self.F, cfg.BN), self.N, dtype=torch.float32)
-        dh8, s_dh = (
-            self.empty(self.halves * self.N, self.F, dtype=E4M3),
-            self.tile_scales(self.halves * parts),
-        )
+        dh8 = self.empty(self.halves * self.N, self.F, dtype=E4M3)
+        s_dh = self.tile_scales(self.halves * parts)
         self.dh_codes = dh8, s_dh
         if cfg.outs:
             gate_codes, up_codes = halves_of_rows(dh8, self.N, [64, BLOCK])
