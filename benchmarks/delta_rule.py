@@ -19,7 +19,6 @@ The kernel of one token is timed for 256 sequences, with the rate at which it re
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import time
@@ -35,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.moe_layer import require_gpu
-from benchmarks.train import at_least_one
+from benchmarks.sft import about
+from benchmarks.train import at_least_one, write_line
 from tmoe.ops import reference
 from tmoe.ops.delta import gpu
 from tmoe.ops.delta.rule import delta_rule, delta_rule_step
@@ -249,15 +249,14 @@ def show_choices(tokens: int, seconds: float) -> None:
     choose(0)
 
 
-def show_step(seconds: float) -> None:
-    """Times the kernel of one token."""
+def show_step(seconds: float) -> dict[str, float]:
+    """Times the kernel of one token; returns the figures."""
     q, k, v, g, beta = (t.detach().transpose(0, 1).contiguous() for t in inputs(1, SLOTS))
     state = torch.randn(SLOTS, H, K, V, device="cuda")
     ms = milliseconds(partial(delta_rule_step, (q, k, v, g, beta), state), seconds)
-    size = 2 * state.nbytes
-    print(
-        f"one token of {SLOTS} sequences: {ms:.3f} ms, states read and written at {size / ms / 1e9:.2f} TB/s"
-    )
+    rate = 2 * state.nbytes / ms / 1e9
+    print(f"one token of {SLOTS} sequences: {ms:.3f} ms, states read and written at {rate:.2f} TB/s")
+    return dict(sequences=SLOTS, step=ms, tb_s=rate)
 
 
 def main() -> None:
@@ -279,7 +278,9 @@ def main() -> None:
         show_choices(T, args.seconds)
     if args.parts:
         show_parts(T, args.seconds)
-    show_step(args.seconds)
+    step = show_step(args.seconds)
+    if args.json:
+        write_line(args.json, step | about("delta_rule"))
     documents = torch.arange(T, device="cuda")[None] * 64 // T
     runs = runs_of(documents, None, 0)
     assert runs is not None
@@ -325,8 +326,7 @@ def main() -> None:
             print(f"| {name} | {kind} | {ms[0]} | {ms[1]} {lacks} | {worst:.1e} |", flush=True)
             if args.json:
                 row = dict(rule=name, rows=kind, tokens=T, forward=times[0], both=times[1], error=worst)
-                with args.json.open("a") as file:
-                    file.write(json.dumps(row | dict(gpu=torch.cuda.get_device_name(), lacks=lacks)) + "\n")
+                write_line(args.json, row | dict(lacks=lacks) | about("delta_rule"))
             del given
             torch.cuda.empty_cache()
 

@@ -11,11 +11,10 @@ and of 1e30; NaN stays NaN in its row alone.
 compile: the binaries of the part `kernels`, on all cores.
 
 kernels: for each product, plain Triton's kernel and configurations of the one for Hopper; and gradients of
-matrices in bf16 and in fp8, with the casts that fp8 needs. Each is
-first compared with the twin on two small layers (an expert without rows; sums shorter than the ring), then
-all good ones are timed on every shape in the same rounds. A kernel that hangs ends its process: it is named,
-and a new process runs the rest. --configs writes the fastest into the table that the ops read, for the
-parts after this one too.
+matrices in bf16 and in fp8, with the casts that fp8 needs. Each is first compared with the twin on two small
+layers (an expert without rows; sums shorter than the ring), then all good ones are timed on every shape in
+the same rounds. A kernel that hangs ends its process: it is named, and a new process runs the rest. --configs
+writes the fastest into the table that the ops read, for the parts after this one too.
 
 accuracy: y and all gradients of each shape, cut to 4 experts, with normal data and with outliers. Errors
 against fp32 are at most 8e-2 and 1e-1, and at most 1.1 times those of the twin on the CPU. The gradients of x
@@ -75,8 +74,6 @@ ACTIVATIONS = {"gpt-oss-20b": "clamped:alpha=1.702,limit=7"}
 TINY: Shape = (96, 64, 128, 4, 2)
 SMALL: list[Shape] = [(700, 384, 192, 5, 2), (300, 128, 64, 4, 2)]  # layers that check a kernel
 SILENT = 40  # seconds after which a process that sends nothing hangs, in the part `kernels`
-
-
 IN_BF16 = fp8_gpu.WEIGHTS["dw_up"]._replace(outs=0)  # says of a gradient of matrices that it is in bf16
 PRODUCTS = (*fp8_gpu.HOPPER, *fp8_gpu.WEIGHTS)
 
@@ -301,7 +298,7 @@ def add_config(path: Path | None, entry: Entry) -> None:
 
 
 def launches_of(own: Layer) -> dict[str, Callable[[], Any]]:
-    """Functions that launch each of the four products of a layer."""
+    """Functions that launch each of PRODUCTS of a layer."""
     K, (E, D, ffn) = own.ids.shape[1], own.down.shape
     meta, casts = route(own.ids, E), {}
     matrices = own.gate_up, own.down

@@ -17,7 +17,6 @@ Muon's without the products, which should be at most 1.3 times AdamW's.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +28,8 @@ from torch import Tensor, nn
 
 from benchmarks.moe_layer import require_gpu
 from benchmarks.optimizer_step import LAYER, milliseconds
-from benchmarks.train import at_least_one
+from benchmarks.sft import about
+from benchmarks.train import at_least_one, write_line
 from tmoe.config.run import OptimConfig
 from tmoe.ops import newton_schulz, symmetric
 from tmoe.ops.newton_schulz import by_launches, by_torch, flops, orthogonal
@@ -40,7 +40,7 @@ from tmoe.parallel.copies import WorkingCopy
 
 STACKS = [(512, 768, 2048), (512, 2048, 768), (192, 1024, 2048), (128, 1408, 2048), (16, 4096, 14336)]
 STACKS += [(96, 2880, 2880), (8, 2048, 4096)]
-SWEPT = [STACKS[0], STACKS[2], STACKS[5]]  # in the second table
+SWEPT = [STACKS[0], STACKS[2], STACKS[5]]  # in the table of tiles
 # Tiles of ops/muon_hopper.py that the second table compares; none is the portable kernel, or the library.
 HALVES = [
     Tile(256, 3, 64, 2),
@@ -161,7 +161,7 @@ def prepared(layers: int, muon: bool) -> AdamW:
 
 
 def of_steps(layers: int, rounds: int) -> list[dict[str, Any]]:
-    """The rows of the second table."""
+    """The rows of the third table."""
     rows: list[dict[str, Any]] = []
     for name, muon, products in (("AdamW", False, True), ("Muon", True, True), ("Muon, passes", True, False)):
         optimizer = prepared(layers, muon)
@@ -182,29 +182,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a line for every row to this file")
     args = parser.parse_args()
     require_gpu(parser)
-    found = []
+
+    def show(row: dict[str, Any], values: str) -> None:
+        print(f"| {values} |", flush=True)
+        if args.json:
+            write_line(args.json, row | about("muon_step"))
+
     print("| stack | products | ms | TFLOP/s | distance | of few and noise |")
     print("| --- | --- | --- | --- | --- | --- |")
     for shape in STACKS:
         for way in WAYS:
             row = of_stack(shape, way, args.rounds)
-            found.append(row)
             values = f"{row['ms']:.2f} | {row['tflops']:.0f} | {row['far']:.4f} | {row['far_few']:.4f}"
-            print(f"| {row['stack']} | {row['products']} | {values} |", flush=True)
-    print("\n| product | stack | tile | ms | TFLOP/s of the tiles |\n| --- | --- | --- | --- | --- |")
+            show(row, f"{row['stack']} | {row['products']} | {values}")
+    if args.tiles:
+        print("\n| product | stack | tile | ms | TFLOP/s of the tiles |\n| --- | --- | --- | --- | --- |")
     for shape in SWEPT if args.tiles else ():
         for row in of_tiles(shape, args.rounds):
-            found.append(row)
             values = f"{row['ms']:.3f} | {row['tflops']:.0f}"
-            print(f"| {row['product']} | {row['stack']} | {row['tile']} | {values} |", flush=True)
+            show(row, f"{row['product']} | {row['stack']} | {row['tile']} | {values}")
     print("\n| step | ms | of AdamW's time |\n| --- | --- | --- |")
     for row in of_steps(args.layers, args.rounds):
-        found.append(row)
-        print(f"| {row['step']} | {row['ms']:.2f} | {row['of_adamw']:.2f} |", flush=True)
-    if args.json:
-        with args.json.open("a") as file:
-            for row in found:
-                file.write(json.dumps(row | dict(gpu=torch.cuda.get_device_name())) + "\n")
+        show(row, f"{row['step']} | {row['ms']:.2f} | {row['of_adamw']:.2f}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is written for the compute; the other rows write one in bf16.
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -19,7 +18,8 @@ import torch
 from torch import nn
 
 from benchmarks.moe_layer import require_gpu
-from benchmarks.train import at_least_one
+from benchmarks.sft import about
+from benchmarks.train import at_least_one, write_line
 from tmoe.config.run import OptimConfig
 from tmoe.optim.adamw import AdamW, build_optimizer, init_state
 from tmoe.optim.states import States
@@ -90,11 +90,8 @@ def main() -> None:
             f"| {states} | {masters} | {ms:.2f} | {width:.1f} | {rate:.2f} | {ms / first:.2f} |", flush=True
         )
         if args.json:
-            row = dict(
-                states=states, masters=masters, ms=ms, elements=count, gpu=torch.cuda.get_device_name()
-            )
-            with args.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            row = dict(states=states, masters=masters, ms=ms, elements=count)
+            write_line(args.json, row | about("optimizer_step"))
         del optimizer
         torch.cuda.empty_cache()
 
