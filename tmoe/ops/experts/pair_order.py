@@ -213,23 +213,8 @@ def place(
         tl.store(ends + p, hi)
         here = clip(end, 0, P) - clip(end - tot, 0, P)
         lo = clip(hi - tl.load(totals + p), 0, P)
-        write_expert(
-            p,
-            lo,
-            clip(hi, 0, P) - lo,
-            here,
-            ee,
-            offsets,
-            by_size,
-            ready,
-            tiles0,
-            tiles1,
-            cap0,
-            cap1,
-            E,
-            BM0,
-            BM1,
-        )
+        write_expert(p, lo, clip(hi, 0, P) - lo, here, ee, offsets, by_size, ready, tiles0, tiles1,
+                     cap0, cap1, E, BM0, BM1)  # fmt: skip
     if p < NB:
         before = tl.load(base + ee * NB + p, mask=ee < E, other=0)
         behind = tl.load(base + ee * NB + p + 1, mask=(ee < E) & (p + 1 < NB), other=0)
@@ -286,23 +271,8 @@ def place_few(
         end = tl.cumsum(tot, 0)
         tot = clip(end, 0, P) - clip(end - tot, 0, P)
     first = clip(lo, 0, P)
-    write_expert(
-        p,
-        first,
-        clip(hi, 0, P) - first,
-        tot,
-        ee,
-        offsets,
-        by_size,
-        ready,
-        tiles0,
-        tiles1,
-        cap0,
-        cap1,
-        E,
-        BM0,
-        BM1,
-    )
+    write_expert(p, first, clip(hi, 0, P) - first, tot, ee, offsets, by_size, ready, tiles0, tiles1,
+                 cap0, cap1, E, BM0, BM1)  # fmt: skip
 
 
 def power_of_2(n: int) -> int:
@@ -330,9 +300,8 @@ def route(ids_TK: Tensor, E: int, P: int | None = None) -> Metadata:
         ahead = early(ids_TK.device)
         unit = 1 if N % 16 else 16
         launch(
-            place_few, (E,), ids_TK, *tables, N // unit, meta.P, unit, max(1024, power_of_2(N)), E, max(2,
-            power_of_2(E)), *TILES, bool(ahead),
-            num_warps=8, **ahead,
+            place_few, (E,), ids_TK, *tables, N // unit, meta.P, unit, max(1024, power_of_2(N)), E,
+            max(2, power_of_2(E)), *TILES, bool(ahead), num_warps=8, **ahead,
         )  # fmt: skip
         return meta
     NB = cdiv(N, BLOCK)
