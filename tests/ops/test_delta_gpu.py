@@ -133,8 +133,8 @@ def test_the_convolution(X, runs, dtype):
     exact = short_conv.forward(u.double(), weight.double(), bias, back, ahead)
     exact_g = short_conv.backward(dy.double(), u.double(), weight.double(), bias, back, ahead)
     found = (
-        short_conv.on_gpu(u, weight, bias, back, ahead),
-        *short_conv.back_on_gpu(dy, u, weight, bias, back, ahead),
+        short_conv.forward_on_gpu(u, weight, bias, back, ahead),
+        *short_conv.backward_on_gpu(dy, u, weight, bias, back, ahead),
     )
     for got, want in zip(found, (exact, *exact_g), strict=True):
         assert want is None or far(got, want) < (2e-6 if dtype == torch.float32 else 4e-3)

@@ -290,37 +290,30 @@ def step(inputs: Inputs, state: Tensor, correct: bool = True) -> Tensor:
     return o
 
 
+def _without_memory(n: LinearShapes, S: int) -> Inputs:
+    """q, k, v, g and beta of a row of S tokens on the meta device."""
+    q = torch.empty(1, S, n.key_heads, n.key_dim, dtype=n.dtype, device="meta")
+    v = torch.empty(1, S, n.value_heads, n.value_dim, dtype=n.dtype, device="meta")
+    g = torch.empty(1, S, n.value_heads, device="meta")
+    return q, q, v, g, g
+
+
 def trace_step(n: LinearShapes) -> None:
     """Launch `one_token` on meta tensors, inside compile_only; not where it is not measured."""
-    if not compiles():
-        return
-
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(1, *shape, dtype=dtype, device="meta")
-
-    q = made(1, n.key_heads, n.key_dim, dtype=n.dtype)
-    v = made(1, n.value_heads, n.value_dim, dtype=n.dtype)
-    g = made(1, n.value_heads)
-    step((q, q, v, g, g), made(n.value_heads, n.key_dim, n.value_dim), n.correct)
+    if compiles():
+        state = torch.empty(1, n.value_heads, n.key_dim, n.value_dim, device="meta")
+        step(_without_memory(n, 1), state, n.correct)
 
 
 def trace(n: LinearShapes, runs: bool) -> None:
     """Launch the kernels on meta tensors, inside compile_only; not where they are not measured."""
     if not compiles():
         return
-    S = LENGTH + 1
-
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(1, S, *shape, dtype=dtype, device="meta")
-
-    q = made(n.key_heads, n.key_dim, dtype=n.dtype)
-    v = made(n.value_heads, n.value_dim, dtype=n.dtype)
-    g = made(n.value_heads)
-    run = made(dtype=torch.int64) if runs else None
-    inputs = q, q, v, g, g
+    inputs = _without_memory(n, LENGTH + 1)
+    run = torch.empty(1, LENGTH + 1, dtype=torch.int64, device="meta") if runs else None
     _, t, lost = forward(inputs, run, n.correct)
     if n.trained:
-        backward(v, inputs, run, t, lost, n.correct)
+        backward(inputs[2], inputs, run, t, lost, n.correct)
 
 
 def of_linear(n: LinearShapes) -> Iterable[tuple]:

@@ -82,22 +82,27 @@ def _sum(u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None) ->
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def on_gpu(
+def on_gpu(u: Tensor) -> bool:
+    """Whether kernels compute the op: not in fp64, nor for empty inputs, nor where they are not measured."""
+    return u.dtype != torch.float64 and u.numel() > 0 and gpu.measured(u.device)
+
+
+def forward_on_gpu(
     u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None, ahead: Tensor | None
 ) -> Tensor:
-    """The op by kernels; in plain PyTorch in fp64, for empty inputs, and where kernels are not measured."""
-    if u.dtype == torch.float64 or not u.numel() or not gpu.measured(u.device):
-        return forward(u, weight, bias, back, ahead)
-    return conv_kernels.forward(u, weight, bias, back)
+    """`forward`, by kernels where `on_gpu`."""
+    if on_gpu(u):
+        return conv_kernels.forward(u, weight, bias, back)
+    return forward(u, weight, bias, back, ahead)
 
 
-def back_on_gpu(
+def backward_on_gpu(
     dy: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, back: Tensor | None, ahead: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`backward`, as `on_gpu`."""
-    if u.dtype == torch.float64 or not u.numel() or not gpu.measured(u.device):
-        return backward(dy, u, weight, bias, back, ahead)
-    return conv_kernels.backward(dy, u, weight, bias, back, ahead)
+    """`backward`, by kernels where `on_gpu`."""
+    if on_gpu(u):
+        return conv_kernels.backward(dy, u, weight, bias, back, ahead)
+    return backward(dy, u, weight, bias, back, ahead)
 
 
 def forward(
@@ -142,14 +147,14 @@ register_differentiable(
     "(Tensor u, Tensor weight, Tensor? bias, Tensor? back, Tensor? ahead) -> Tensor",
     returns="y",
     cpu=forward,
-    cuda=on_gpu,
+    cuda=forward_on_gpu,
     fake=_fake,
     backward=Backward(
         "(Tensor dy, Tensor u, Tensor weight, Tensor? bias, Tensor? back, Tensor? ahead)"
         " -> (Tensor, Tensor, Tensor)",
         gradients="u weight bias",
         cpu=backward,
-        cuda=back_on_gpu,
+        cuda=backward_on_gpu,
     ),
     traces={LinearShapes: of_linear},
 )
