@@ -69,11 +69,10 @@ class TrainConfig:
     skipped"""
     float8: Literal["none", "rowwise"] = "none"
     """rowwise: products of dense layers and shared experts in float8 e4m3, with one scale per row, in
-    training and evaluation (needs the float8 extra);
-    head, router, experts and generation stay in dtype"""
+    training and evaluation (needs the float8 extra); head, router, experts and generation stay in dtype"""
     fp8: Literal["none", "experts", "all"] = "none"
-    """experts: products of experts in float8 e4m3, where a measurement says that a step is faster; gradients
-    of their weights stay in dtype, and so does generation. all: experts, and --train.float8 rowwise"""
+    """experts: products of experts in float8 e4m3, where a measurement says that a step is faster; generation
+    stays in dtype. all: experts, and --train.float8 rowwise"""
     fp8_everywhere: bool = False
     """products of experts in fp8 also where no measurement says that they are faster; on a CPU, which has
     no such products, by a slow emulation"""
