@@ -177,10 +177,10 @@ def swap_experts(model: Any, mesh: Mesh | None = None, fp8: bool = False) -> Any
         part in every forward and backward, each with its own batch. Afterwards
         `tmoe.parallel.parallelize(model, mesh)` shards the other parameters and sums gradients over the
         ranks, so divide each rank's loss by the global count.
-    fp8: products of the experts are in float8 e4m3 while they train (`model.train()`), but for the gradients
-        of their matrices: docs/fp8.md. The matrices are cast in every forward. No table of measurements is
-        asked. On a GPU it must be a Hopper, both widths multiples of 64, and the weights, or autocast, bf16;
-        on a CPU the widths are multiples of 16 and the type may be fp32.
+    fp8: products of the experts are in float8 e4m3 while they train (`model.train()`): docs/fp8.md. The
+        matrices are cast in every forward. Whether a step is faster is not looked up. On a GPU it must be a
+        Hopper, both widths multiples of 64, and the weights, or autocast, bf16; on a CPU the widths are
+        multiples of 16 and the type may be fp32.
 
     Raises ConfigError, and leaves the model unchanged, if the model has no experts that transformers has
     marked (further experts without marks are kept unchanged); if the op does not compute them; if they are

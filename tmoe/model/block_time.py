@@ -270,7 +270,7 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     dw_up = kernel(n * flops, width * (h + x + n * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
     in_fp8, others = up + down + dh + dx, dw_down + dw_up + 2 * sum_rows
-    # a measured layer in fp8 saves its time in these products; all other products are the same kernels
+    # what a measured layer in fp8 saves is taken off these products, also where gradients of weights save it
     share = max(0.0, 1 - (1 - gain(cfg, axes).layer) * (1 + others / in_fp8))
     times = share * (up + down), share * (dh + dx), dw_down + dw_up, sum_rows
     return Kernels(*(slower * t for t in times))
