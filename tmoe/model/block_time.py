@@ -24,9 +24,9 @@ from tmoe.moe.moe_bytes import runs_beside, slice_bytes
 
 # FLOPs of flash attention over the FLOPs that MFU counts: the backward has five products, not four.
 FLASH = 7 / 6
-# Assumed rate of a linear layer's rule, as a share of that of products. An H200's kernels have 0.07 for
-# qwen3-next-80b-a3b (benchmarks/results/delta/h200.jsonl:1, forward and backward, by count.rule_flops).
-RULE_SHARE = 0.2
+# Rate of a linear layer's rule as a share of that of products: an H200's kernels at the widths of
+# qwen3-next-80b-a3b (benchmarks/results/delta/h200.jsonl:1, forward and backward, FLOPs by count.rule_flops).
+RULE_SHARE = 0.07
 
 Parts = dict[str, float]  # seconds by part
 
