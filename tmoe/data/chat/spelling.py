@@ -1,4 +1,4 @@
-"""Finds the spelling of tool calls that a template reads, by rendering a test call in each spelling.
+"""Finds the spelling of tool calls and thoughts that a template reads, by rendering each spelling of a test.
 
 Some rows have a call's arguments as an object, others as a text of JSON, as OpenAI writes them. The missing
 content of a call is null, "" or absent. A template reads one of these spellings; it renders other spellings
@@ -6,6 +6,11 @@ as a text within a text, as the word None, or as nothing. So a test call is rend
 rendered text must show the whole call, and arguments that are not in Python's syntax are preferred. Further
 preferences are, in this order: a turn with the same end as an answer, ids as they are, arguments as an
 object, and the shortest rendering.
+
+A thought may be a field, a part of the content, or within the text between <think> and </think>. A template
+may read one of these only: Magistral's reads parts. If a template has other marks of thoughts than <think>,
+as gpt-oss, a thought within the text is moved to where the template reads it. Otherwise the model would learn
+to write <think> as a part of its answer.
 
     spell = Speller(template)
     messages = spell(objects(messages), tools)
@@ -21,6 +26,7 @@ import re
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from tmoe.data.chat.held import INLINE, SAME_THOUGHT, THOUGHTS
 from tmoe.data.chat.template import ChatTemplate
 from tmoe.data.tokenizer import DataError
 
@@ -32,7 +38,7 @@ TOOL = dict(type="function", function=dict(name=OTHER, description="z", paramete
 
 
 class Spelling(NamedTuple):
-    """The spelling of tool calls that a template reads."""
+    """The spelling of tool calls and thoughts that a template reads."""
 
     text_arguments: bool = False
     """whether a call's arguments are a text of JSON instead of an object"""
@@ -41,6 +47,9 @@ class Spelling(NamedTuple):
     ids: str = ""
     """form of a call's id. "named": functions.NAME:NUMBER, the only place of the call's name, as for Kimi;
     "nine": nine letters and digits, as for Mistral; "": any"""
+    thoughts: str = ""
+    """where a turn's thought is written. "field": reasoning_content; "parts": a part of the content, of type
+    thinking; "": where the row has it"""
 
 
 @lru_cache(maxsize=8)
@@ -83,11 +92,26 @@ class Speller:
             cost = foreign, endless, ids, text_arguments, len("".join(text.split())), order
             if best is None or cost < best[0]:
                 best = cost, how
-        how = best[1] if best else Spelling()
+        how = (best[1] if best else Spelling())._replace(thoughts=self._thoughts(tools))
         other = [dict(message, tool_calls=[call | dict(id="call_1")]) for message in called[1:]]
         answered = [asked, *other, answer | dict(tool_call_id="call_1")]
         text = self._rendered([asked, *other], how, tools) or self._rendered(answered, how, tools)
         return how if text or not best else how._replace(ids="nine")
+
+    def _thoughts(self, tools: list | None) -> str:
+        """The field `thoughts` of the spelling."""
+        asked, said = dict(role="user", content=ASKED), dict(role="assistant", content=ANSWER)
+        thinks = said | dict.fromkeys((THOUGHTS, SAME_THOUGHT[0]), KEY)
+        within = said | dict(content=f"<think>\n{KEY}\n</think>\n\n{ANSWER}")
+        field, parts, inline = (
+            self._rendered([asked, turn], Spelling(thoughts=form), tools)
+            for turn, form in ((thinks, ""), (thinks, "parts"), (within, ""))
+        )
+        if KEY in field:
+            return "field" if inline.count("<think>") > field.count("<think>") else ""
+        # a template that writes parts as JSON or in Python's syntax does not read them
+        read = KEY in parts and ANSWER in parts and not re.search("""["']thinking["']""", parts)
+        return "parts" if read else ""
 
     def _rendered(self, messages: list[dict[str, Any]], how: Spelling, tools: list | None) -> str:
         """The rendered text; "" if the template refuses this spelling."""
@@ -103,6 +127,8 @@ def spelled(messages: list[dict[str, Any]], how: Spelling) -> list[dict[str, Any
     if how.ids:
         _name_ids(copies, how.ids)
     for message in copies:
+        if how.thoughts and message["role"] == "assistant":
+            _move_thought(message, how.thoughts)
         if calls := message.get("tool_calls"):
             if how.text_arguments:
                 message["tool_calls"] = [_as_text(call) for call in calls]
@@ -111,6 +137,21 @@ def spelled(messages: list[dict[str, Any]], how: Spelling) -> list[dict[str, Any
         if message.get("content") is ABSENT:
             del message["content"]
     return copies
+
+
+def _move_thought(message: dict[str, Any], form: str) -> None:
+    """Moves the thought of the assistant's message from its fields, or from within its text, to `form`."""
+    thought, content = message.get(THOUGHTS), message.get("content") or ""
+    if not thought and (inline := INLINE.fullmatch(content)):
+        _, thought, _, content = inline.groups()
+    for name in (THOUGHTS, *SAME_THOUGHT):
+        message.pop(name, None)
+    message["content"] = content
+    if thought and form == "field":
+        message |= dict.fromkeys((THOUGHTS, SAME_THOUGHT[0]), thought)
+    elif thought:
+        parts = [dict(type="thinking", thinking=thought), dict(type="text", text=content)]
+        message["content"] = parts if content else parts[:1]
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:

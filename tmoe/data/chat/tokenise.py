@@ -46,7 +46,7 @@ TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
 )
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
-VERSION = 8  # version of the files that are kept
+VERSION = 9  # version of the files that are kept
 
 
 def first_row(source: Survey) -> tuple[Kind, dict]:
