@@ -71,6 +71,7 @@ KINDS = {
     "lists": lambda n: dict(prompt=[user(f"q{n}")], completion=[answer(f"a{n}")]),
     "text and list": lambda n: dict(prompt=f"q{n}", completion=[answer(f"a{n}")]),
     "response": lambda n: dict(prompt=[user(f"q{n}")], response=f"a{n}"),
+    "instruction": lambda n: dict(instruction=f"q{n}", input="", output=f"a{n}"),
 }
 
 

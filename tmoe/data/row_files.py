@@ -87,6 +87,7 @@ CHAT = {
     "messages": ("chat rows", "sft"),
     "conversations": ("chat rows", "sft"),
     "prompt/completion": ("prompt and completion rows", "sft"),
+    "instruction": ("instruction rows", "sft"),
     "preference": ("preference rows", "preference"),
 }
 

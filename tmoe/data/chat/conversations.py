@@ -2,6 +2,7 @@
 
     {"messages": [{"role", "content"}, ...], "tools": [...]}                conversation
     {"prompt": ..., "completion": ...}                                     prompt and answer
+    {"instruction": ..., "input": ..., "output": ...}                      the same, instructions.py
     {"prompt": ..., "chosen": ..., "rejected": ...}                        preference
 
 Prompts and answers are texts, used as they are, or lists of messages. A preference without a prompt has two
@@ -18,10 +19,11 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from tmoe.data.chat.calls import json_object, one_call, result_text, said_calls
+from tmoe.data.chat.instructions import fields_of, is_instruction, with_prompt
 from tmoe.data.tokenizer import DataError
 
-Kind = Literal["messages", "conversations", "prompt/completion", "preference"]
-KINDS = "messages, prompt and completion, or (prompt,) chosen and rejected"
+Kind = Literal["messages", "conversations", "prompt/completion", "instruction", "preference"]
+KINDS = "messages, prompt and completion, instruction and output, or (prompt,) chosen and rejected"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # names that other data sets use -> our roles
@@ -107,7 +109,7 @@ def kind_of(row: dict) -> Kind | None:
         return "conversations"
     if "prompt" in row and _answer(row) is not None:
         return "prompt/completion"
-    return None
+    return "instruction" if is_instruction(row) else None
 
 
 def _answer(row: dict) -> Any:
@@ -135,6 +137,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> ChatRow
     _require_meaning(row, where, kind)
     given = parse_given(row, where)
     unread = _unread(row, kind)
+    row, kind = _with_question(row, where, kind)
     if kind in ("messages", "conversations"):
         messages = parse_messages(row.get(kind), f"{where}: {kind}")
         messages = with_system(row, messages, where)
@@ -158,6 +161,15 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> ChatRow
     samples = _after(prompt, parsed, where)
     key = _key(samples[0][0][: samples[0][1]], values)
     return ChatRow(tuple(Conversation(*pair, *given) for pair in samples), key, nulls, unread=unread)
+
+
+def _with_question(row: dict, where: str, kind: Kind) -> tuple[dict, Kind]:
+    """The row with a prompt in place of its instruction, if it has one, and its kind, which then differs."""
+    if kind == "instruction":
+        return with_prompt(row, where), "prompt/completion"
+    if kind == "preference" and row.get("instruction") and "prompt" not in row:
+        return with_prompt(row, where, output=False), kind
+    return row, kind
 
 
 def _with_answers(row: dict, where: str, kind: Kind) -> tuple[dict, tuple[str, ...]]:
@@ -193,8 +205,12 @@ def _unread(row: dict, kind: Kind) -> tuple[str, ...]:
     """Fields of the row that rows of this kind do not have: ids, sources, scores, or misnamed parts."""
     if kind == "prompt/completion":
         fields = ("prompt", "completion" if "completion" in row else "response")
+    elif kind == "instruction":
+        fields = fields_of(row)
+    elif kind == "preference":
+        fields = ("chosen", "rejected", *(["prompt"] if "prompt" in row else fields_of(row)[:2]))
     else:
-        fields = ("prompt", "chosen", "rejected") if kind == "preference" else (kind,)
+        fields = (kind,)
     tools = "tools" if "tools" in row else "functions"
     known = {*fields, tools, "system", "chat_template_kwargs"}
     return tuple(sorted(str(name) for name in row if name not in known))
@@ -323,7 +339,10 @@ def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> 
     while common < shortest and all(answer[common] == first[common] for answer in answers):
         common += 1
     if common == 0:
-        raise DataError(f"{where}: chosen and rejected begin differently, and there is no prompt for both")
+        raise DataError(
+            f"{where}: chosen and rejected begin differently, and there is no prompt for both; valid: a "
+            "prompt, which --data.columns prompt=COLUMN may name"
+        )
     return [(answer, common) for answer in answers]
 
 

@@ -40,7 +40,7 @@ from tmoe.data.tokenizer import DataError, Tokenizer
 ChatTask = Literal["sft", "preference", "kto"]
 # Kinds of rows that each task trains on. The error for another kind names the task that trains on it.
 TRAINS_ON: dict[ChatTask, tuple[Kind, ...]] = dict(
-    sft=("messages", "conversations", "prompt/completion"),
+    sft=("messages", "conversations", "prompt/completion", "instruction"),
     preference=("preference",),
     kto=("prompt/completion", "preference"),
 )
