@@ -1,4 +1,4 @@
-"""Thoughts and tool calls in the text of an answer: four formats, whole and cut at every place.
+"""Thoughts and tool calls in the text of an answer, whole and cut at every place.
 
 next: tests/serve/test_server.py
 """
@@ -6,12 +6,34 @@ next: tests/serve/test_server.py
 import json
 
 import pytest
+from call_templates import byte_tokenizer, call_tokenizer
 from chat_tokenizers import TEMPLATES
 
+from tmoe.data.chat.conversations import Conversation
+from tmoe.data.chat.encoding import encode
 from tmoe.serve.parse_tools import Delta, format_of, has_thoughts, parser
 
 WEATHER = '{"city": "Łódź"}'
 CALL = ("weather", dict(city="Łódź"))
+KINDS = dict(city="string", code="string", days="integer", more="object", cold="boolean")
+PARAMETERS = dict(type="object", properties={name: dict(type=kind) for name, kind in KINDS.items()})
+TOOLS = [dict(type="function", function=dict(name="weather", description="-", parameters=PARAMETERS))]
+# Qwen3-Coder's, Qwen3.5's and Nemotron 3's form of calls
+CODER = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\\n' }}
+{{- value | tojson if value is mapping else value | string }}
+{{- '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>\\n' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' }}"""
 FILES = dict(hermes="calls/hermes", qwen="qwen3", llama3="calls/llama3_1", mistral="calls/mistral_v7")
 FILES |= {"gpt-oss": "gpt_oss"}
 
@@ -112,7 +134,7 @@ ROWS = [
 ]
 
 
-def read(kind: str, pieces: list[str], tools: bool = True, thinks: bool = False) -> Delta:
+def read(kind: str, pieces: list[str], tools: list | None = TOOLS, thinks: bool = False) -> Delta:
     found = parser(template(kind), tools, thinks)
     deltas = [*map(found.add, pieces), found.end()]
     calls = [call for delta in deltas for call in delta.calls]
@@ -137,7 +159,11 @@ def test_formats_are_known_by_the_template():
         "mistral",
         "gpt-oss",
     ]
-    assert format_of((TEMPLATES / "calls/glm4_5.jinja").read_text()) == ""
+    assert [format_of((TEMPLATES / f"calls/{name}.jinja").read_text()) for name in SECTIONS] == [
+        *SECTIONS.values()
+    ]
+    assert format_of(CODER) == "qwen3-coder"
+    assert format_of((TEMPLATES / "calls/gemma4.jinja").read_text()) == ""
     nemotron = '{% if tools %}<|start_header_id|><TOOLCALL>[{"name": "a", "arguments": "b"}]</TOOLCALL>'
     assert format_of(nemotron) == ""
     assert has_thoughts(template("qwen")) and not has_thoughts(template("mistral"))
@@ -145,7 +171,7 @@ def test_formats_are_known_by_the_template():
 
 def test_without_tools_calls_stay_text():
     text = f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>'
-    assert read("hermes", list(text), tools=False) == Delta(text)
+    assert read("hermes", list(text), tools=None) == Delta(text)
 
 
 def test_a_prompt_that_ends_in_a_thought():
@@ -165,8 +191,77 @@ def test_thoughts_before_calls_of_other_formats(kind, begin, end, call):
     text = f"{begin}\nhm\n{end}\n\n{call}"
     both = template(kind) + begin + end
     for pieces in ([text], list(text)):
-        found = parser(both, True, False)
+        found = parser(both, TOOLS, False)
         deltas = [*map(found.add, pieces), found.end()]
         assert "".join(d.reasoning for d in deltas) == "hm" and not "".join(d.content for d in deltas)
         calls = [call for delta in deltas for call in delta.calls]
         assert [(one.name, json.loads(one.arguments)) for one in calls] == [CALL]
+
+
+# templates, and the format of their calls
+SECTIONS = dict(
+    glm4_5="glm", deepseek_r1="deepseek", deepseek_v3_1="deepseek", kimi_k2="kimi", minimax_m2="minimax"
+)
+
+
+def call(number: int, **arguments) -> dict:
+    return dict(
+        id=f"functions.weather:{number}", type="function", function=dict(name="weather", arguments=arguments)
+    )
+
+
+@pytest.mark.parametrize("name", [*SECTIONS, "coder"])
+def test_calls_that_a_template_writes_are_read(name: str):
+    """A call that a model is trained to write is read as the same call, in one piece and in characters."""
+    tokenizer = byte_tokenizer(CODER) if name == "coder" else call_tokenizer(name)
+    first = dict(city='Łódź "5</tool_call>\n<b>', code="20", days=3, more=dict(a=[1, "x"]), cold=True)
+    made = [call(0, **first), call(1, city="Rome", unknown="Łódź")]
+    asked = [dict(role="user", content="?"), dict(role="assistant", content="I ask.", tool_calls=made)]
+    ((sequence,),) = encode([Conversation(asked)], tokenizer)
+    text = tokenizer.decode(sequence.ids[sequence.trained][:-1])
+    template = CODER if name == "coder" else (TEMPLATES / f"calls/{name}.jinja").read_text()
+    for pieces in ([text], list(text)):
+        found = parser(template, TOOLS, "</think>" in text and "<think>" not in text)
+        deltas = [*map(found.add, pieces), found.end()]
+        assert "".join(delta.content for delta in deltas).lstrip() == "I ask."
+        read = [(one.name, json.loads(one.arguments)) for delta in deltas for one in delta.calls]
+        assert read == [("weather", one["function"]["arguments"]) for one in made]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm4_5", "<tool_call>other</tool_call>"),
+        ("glm4_5", "<tool_call>weather\n<arg_key>city</arg_key>\n</tool_call>"),
+        ("glm4_5", "<tool_call>weather<arg_key>a</arg_key><arg_value>1</arg_value> and</tool_call>"),
+        ("coder", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</function>\n</tool_call>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.a:0<|tool_call_end|>"),
+        ("deepseek_v3_1", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>b<｜tool▁call▁end｜>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="a"><parameter name="b">c</invoke>'),
+    ],
+)
+def test_calls_that_cannot_be_read_stay_text(name: str, text: str):
+    template = CODER if name == "coder" else (TEMPLATES / f"calls/{name}.jinja").read_text()
+    for pieces in ([text], list(text)):
+        found = parser(template, TOOLS, False)
+        deltas = [*map(found.add, pieces), found.end()]
+        assert not any(delta.calls for delta in deltas)
+        assert "".join(delta.content for delta in deltas) == text
+
+
+def test_values_without_a_schema_and_calls_without_arguments():
+    values = {
+        "1.5": 1.5,
+        "null": None,
+        '"a"': '"a"',
+        "NaN": "NaN",
+        "True": "True",
+        " a\n": " a\n",
+        "[1]": [1],
+    }
+    pairs = "".join(f"<arg_key>{i}</arg_key><arg_value>{text}</arg_value>" for i, text in enumerate(values))
+    found = parser("<tool_call><arg_key>", TOOLS, False)
+    delta = found.add(f"<tool_call>unknown{pairs}</tool_call><tool_call>weather\n</tool_call>")
+    first, second = delta.calls
+    assert json.loads(first.arguments) == {str(i): value for i, value in enumerate(values.values())}
+    assert (second.name, second.arguments) == ("weather", "{}")

@@ -30,7 +30,7 @@ class Choice:
         self.asked, self.index, self.tokenizer = asked, index, tokenizer
         self.prompt = index // asked.n
         template = text_of(asked.chat_template)
-        self.parser = parser(template, bool(asked.tools), asked.thinks) if asked.chat else Plain()
+        self.parser = parser(template, asked.tools, asked.thinks) if asked.chat else Plain()
         self.text = self.reasoning = self.finish = self.error = ""
         self.calls: list[Call] = []
         self.tops: list[tuple[int, float, list[tuple[int, float]]]] = []

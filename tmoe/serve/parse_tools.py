@@ -1,52 +1,42 @@
-"""Parses thoughts and tool calls out of the text of an answer, in the formats of four families.
+"""Parses thoughts and tool calls out of the text of an answer, while the text arrives.
 
     Qwen, Hermes   <think>...</think>, <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    Qwen3-Coder    <tool_call><function=NAME><parameter=KEY>...: Qwen3.5, Nemotron 3
+    GLM            <tool_call>NAME<arg_key>KEY</arg_key><arg_value>...
     Llama 3        {"name": ..., "parameters": {...}} as the whole answer, or after <|python_tag|>
     Mistral        [TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...}
+    DeepSeek, Kimi, MiniMax    a section of calls after a mark of its own
     gpt-oss        <|channel|>analysis<|message|>..., <|channel|>commentary to=functions.NAME ...
 
-Thoughts between <think> and </think>, or [THINK] and [/THINK], are parsed with every format. A call that
-cannot be read stays a part of the content, so that no text is lost.
+serve/parse_calls.py reads the text between the marks. Thoughts between <think> and </think>, or [THINK] and
+[/THINK], are parsed with every format. A call that cannot be read stays a part of the content, so that no
+text is lost.
 
 next: serve/answers.py
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tmoe.data.chat.template import ChatTemplate
+from tmoe.serve.parse_calls import Call, Reader, calls_in, named_call, reader_of
 
-LONE = re.compile("[\ud800-\udfff]")
-# between two calls
-BETWEEN = re.compile(r"(?:[;\s]|<tool_call>|\[TOOL_CALLS\])*")
-# Mistral's name of a function, before its arguments
-NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*|(?=\{))")
-Format = Literal["hermes", "llama3", "mistral", "gpt-oss", ""]
-
-
-def _number(text: str) -> float:
-    """A number with a point or an exponent, or a constant that is no JSON, such as NaN."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no number in JSON")
-    return number
-
-
-DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_number)
-
-
-@dataclass
-class Call:
-    """A tool call."""
-
-    name: str
-    arguments: str
-    """JSON text"""
+Format = Literal[
+    "hermes", "qwen3-coder", "glm", "llama3", "mistral", "deepseek", "kimi", "minimax", "gpt-oss", ""
+]
+# the mark after which a format's calls are the rest of the answer
+SECTIONS = dict(
+    llama3="<|python_tag|>",
+    mistral="[TOOL_CALLS]",
+    deepseek="<｜tool▁calls▁begin｜>",
+    kimi="<|tool_calls_section_begin|>",
+    minimax="<minimax:tool_call>",
+)
+# marks of parameters: a value may hold the mark that ends a call
+VALUES = {"qwen3-coder": ("<parameter=", "</parameter>"), "glm": ("<arg_value>", "</arg_value>")}
 
 
 @dataclass
@@ -70,10 +60,12 @@ def format_of(template: str) -> Format:
     """The format of calls in a chat template's text; "": calls stay text."""
     if "<|channel|>" in template:
         return "gpt-oss"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template and "<arg_key>" not in template and "<function=" not in template:
-        return "hermes"
+    sections: tuple[Format, ...] = ("mistral", "deepseek", "kimi", "minimax")
+    if found := next((kind for kind in sections if SECTIONS[kind] in template), None):
+        return found
+    if "<tool_call>" in template:
+        by_name: dict[str, Format] = {"<arg_key>": "glm", "<function=": "qwen3-coder"}
+        return next((kind for mark, kind in by_name.items() if mark in template), "hermes")
     # Nemotron, for example, has Llama's marks of turns and calls of another form
     return "llama3" if "<|start_header_id|>" in template and '"parameters' in template else ""
 
@@ -87,59 +79,6 @@ def thought_tags(template: str) -> tuple[str, str] | None:
 def has_thoughts(template: str) -> bool:
     """Whether thoughts are parsed with this template."""
     return thought_tags(template) is not None or format_of(template) == "gpt-oss"
-
-
-def call_of(found: Any) -> Call | None:
-    """The call in a JSON value; None if it has no name."""
-    if not isinstance(found, dict):
-        return None
-    inner = found.get("function") if isinstance(found.get("function"), dict) else found
-    given = inner.get("arguments", inner.get("parameters"))
-    if isinstance(given, dict):
-        try:
-            text = json.dumps(given, ensure_ascii=False)
-            # half of a surrogate pair, which only an escape can write
-            given = json.dumps(given) if LONE.search(text) else text
-        except RecursionError:
-            return None
-    return named_call(inner.get("name"), "" if given is None else given)
-
-
-def named_call(name: Any, arguments: Any) -> Call | None:
-    """A call with arguments in JSON; blank ones are an empty object. None if either cannot be read."""
-    if not isinstance(arguments, str) or not isinstance(name, str):
-        return None
-    text = arguments.strip() or "{}"
-    return Call(name, text) if name.strip() and name.isprintable() and is_object(text) else None
-
-
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    try:
-        return isinstance(DECODER.decode(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def calls_in(text: str, named: bool = False) -> list[Call]:
-    """The calls of a text: JSON objects, or lists of them. [] if a part of it is none.
-
-    named: whether a name may precede an object, its arguments.
-    """
-    place, calls = 0, list[Call | None]()
-    while (place := BETWEEN.match(text, place).end()) < len(text):
-        name = NAME.match(text, place) if named else None
-        start = name.end() if name else place
-        try:
-            blank = name and text[start : start + 1] != "{"
-            found, place = ({}, start) if blank else DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            return []
-        if name:
-            calls.append(named_call(name[1], text[start:place]))
-        else:
-            calls += map(call_of, found if isinstance(found, list) else [found])
-    return [call for call in calls if call] if all(calls) else []
 
 
 def held(text: str, marks: tuple[str, ...]) -> int:
@@ -161,13 +100,25 @@ class Plain:
 
 
 class Tagged(Plain):
-    """Thoughts between tags, and calls as Hermes and Qwen write them."""
+    """Thoughts between tags, and calls each of which has tags, as Hermes, Qwen and GLM write them."""
 
-    def __init__(self, thoughts: tuple[str, str] | None, calls: bool, thinking: bool):
-        """thoughts: their tags. thinking: whether the text begins within a thought."""
+    def __init__(
+        self,
+        thoughts: tuple[str, str] | None,
+        thinking: bool,
+        read: Reader | None = None,
+        values: tuple[str, str] | None = None,
+    ):
+        """thoughts: their tags. thinking: whether the text begins within a thought.
+
+        read: reads a call; None: calls stay text.
+        values: the marks of a parameter's value; None: calls are JSON.
+        """
+        self.read, self.values = read, values
+        self.called = False  # whether a call is the last of what was read
         self.inside = "think" if thinking else ""
         self.opens = {thoughts[0]: "think"} if thoughts else {}
-        self.opens |= {"<tool_call>": "call"} if calls else {}
+        self.opens |= {"<tool_call>": "call"} if read else {}
         self.closes = (thoughts[1],) if thoughts else ()
         self.buffer = ""
         self.begun = False  # whether the content has begun
@@ -207,11 +158,12 @@ class Tagged(Plain):
             delta.reasoning += text
         else:
             delta.content += text
+            self.called = self.called and not text.strip()
 
     def _close(self, delta: Delta, over: bool = False) -> bool:
         """Takes a call up to its end tag, if it is there: not one within a string, unless no text follows."""
         body, tag, rest = self.buffer.partition("</tool_call>")
-        while tag and not over and re.sub(r"\\.", "", body).count('"') % 2:
+        while tag and not over and self._in_value(body):
             more, tag, rest = rest.partition("</tool_call>")
             body += f"</tool_call>{more}"
         if tag:
@@ -219,9 +171,17 @@ class Tagged(Plain):
             self.inside, self.buffer = "", rest
         return bool(tag)
 
+    def _in_value(self, body: str) -> bool:
+        """Whether the beginning of a call ends within a string, or within a parameter's value."""
+        if self.values:
+            return body.count(self.values[0]) > body.count(self.values[1])
+        return re.sub(r"\\.", "", body).count('"') % 2 == 1
+
     def _call(self, body: str, tag: str, delta: Delta) -> None:
-        calls = calls_in(body)
+        assert self.read  # no call begins without it
+        calls = self.read(body)
         delta.calls += calls
+        self.called = bool(calls)
         if not calls:
             delta.content += f"<tool_call>{body}{tag}"
 
@@ -232,7 +192,7 @@ class Tagged(Plain):
                 pass
         if self.inside == "call":
             self._call(self.buffer, "", delta)
-        else:
+        elif self.buffer.strip() or not self.called:  # Nemotron ends a call with a line break
             self._say(self.buffer, delta)
         self.buffer = ""
         return delta
@@ -256,11 +216,11 @@ class Both(Plain):
 
 
 class Marked(Plain):
-    """Llama 3 and Mistral: the text after the first mark of calls is held back, and read at its end."""
+    """Formats of SECTIONS: the text after the first mark of calls is held back, and read at its end."""
 
-    def __init__(self, mark: str, brace: bool) -> None:
+    def __init__(self, mark: str, read: Reader, brace: bool) -> None:
         """brace: whether an answer that begins with a brace may be a call, too."""
-        self.mark, self.brace = mark, brace
+        self.mark, self.read, self.brace = mark, read, brace
         self.buffer, self.inside = "", False
 
     def add(self, text: str) -> Delta:
@@ -280,7 +240,8 @@ class Marked(Plain):
         return Delta(said)
 
     def end(self) -> Delta:
-        calls = calls_in(self.buffer, named=self.inside) if self.inside or self.brace else []
+        read = self.read if self.inside else calls_in
+        calls = read(self.buffer) if self.inside or self.brace else []
         return Delta(calls=calls) if calls else Delta(self.mark * self.inside + self.buffer)
 
 
@@ -348,14 +309,18 @@ class Channels(Plain):
         return delta
 
 
-def parser(template: str, tools: bool, thinks: bool) -> Plain:
-    """The parser of an answer. template: text of the chat template. thinks: the prompt ends in a thought."""
+def parser(template: str, tools: list | None, thinks: bool) -> Plain:
+    """The parser of an answer.
+
+    template: text of the chat template. tools: of the request, in OpenAI's form. thinks: the prompt ends in a
+    thought.
+    """
     kind = format_of(template)
     if kind == "gpt-oss":
-        return Channels(tools)
+        return Channels(bool(tools))
     tags = thought_tags(template)
-    if tools and kind in ("llama3", "mistral"):
-        inner = Marked("<|python_tag|>", True) if kind == "llama3" else Marked("[TOOL_CALLS]", False)
-        return Both(Tagged(tags, False, thinks), inner) if tags else inner
-    calls = kind == "hermes" and tools
-    return Tagged(tags, calls, thinks) if tags or calls else Plain()
+    read = reader_of(kind, tools) if tools and kind else None
+    if read and kind in SECTIONS:
+        inner = Marked(SECTIONS[kind], read, kind == "llama3")
+        return Both(Tagged(tags, thinks), inner) if tags else inner
+    return Tagged(tags, thinks, read, VALUES.get(kind)) if tags or read else Plain()
