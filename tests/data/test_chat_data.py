@@ -86,7 +86,10 @@ def test_texts_are_taken_as_they_are(tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", [dict(prompt=f"q{n}:", completion=f" a{n}") for n in range(20)])
     dataset = chat(path)
     assert ("q3:a3\0".replace(":", ": "), " a3\0") in texts(dataset) + texts(chat(path, split="val"))
-    assert "prompt/completion" in dataset.sources[0].taken
+    assert "of prompt/completion, texts without a chat template, " in dataset.sources[0].taken
+    mixed = [dict(prompt=[user(f"q{n}")] if n % 2 else f"q{n}", completion=f"a{n}") for n in range(20)]
+    taken = chat(write(tmp_path / "mixed.jsonl", mixed)).sources[0].taken
+    assert "the model has none, but rows of texts without it, " in taken
 
 
 PAIRS = {

@@ -69,6 +69,13 @@ def first_row(source: Survey) -> tuple[Kind, dict]:
     return kind, first
 
 
+def _template_of(forms: list[str], source: str) -> str:
+    """The template of rows in words. forms: "conversation" if it rendered rows, "text" for rows of texts."""
+    if "conversation" not in forms:
+        return "texts without a chat template"
+    return f"{source}, but rows of texts without it" if "text" in forms else source
+
+
 class _Rows:
     """One source of chat rows, about to be tokenised."""
 
@@ -96,7 +103,8 @@ class _Rows:
         made = made_once(f"chat-{self._key()}", self._make)
         count = len(self.source.files)
         files = f" in {count} files" if count > 1 else ""
-        origin = f"{self.source.form} of {self.kind}{files}, {self.template.source}"
+        forms = json.loads((made / "facts.json").read_text())["forms"]
+        origin = f"{self.source.form} of {self.kind}{files}, {_template_of(forms, self.template.source)}"
         pairs = self.kind == "preference" and self.task == "preference"
         return ChatSource(self.source.name, made, seq, split, self.cfg, origin, pairs)
 
