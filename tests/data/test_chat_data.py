@@ -82,6 +82,12 @@ def test_kinds_of_conversations(tmp_path: Path, kind: str):
     assert sorted(found) == sorted(tuple(part.format(n, n) for part in SAME) for n in range(20))
 
 
+def test_columns_make_texts_a_conversation(tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", [dict(prompt=f"q{n}", completion=f"a{n}") for n in range(20)])
+    found = texts(chat(path, columns=("instruction=prompt",)))
+    assert found and all(text.startswith("user\nq") and text.count("\0") == 2 for text, _ in found)
+
+
 def test_texts_are_taken_as_they_are(tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", [dict(prompt=f"q{n}:", completion=f" a{n}") for n in range(20)])
     dataset = chat(path)

@@ -193,7 +193,10 @@ def _plain_row(
     """Parses a row whose prompt and answers are texts. values: the prompt, then the answers."""
     prompt, *texts = values
     if row.get("system"):
-        raise DataError(f"{where}: system: a prompt that is text has no place for it; give messages")
+        raise DataError(
+            f"{where}: system: a prompt that is text has no place for it; valid: messages, or "
+            "--data.columns instruction=prompt, which makes the two texts messages"
+        )
     for field, text in zip(answers, texts, strict=True):
         if not text:
             raise DataError(f"{where}: {field}: is empty, so there is nothing to learn")
