@@ -8,6 +8,7 @@ from chat_tokenizers import chat_tokenizer, shown
 
 from tmoe.data.chat.conversations import kind_of, parse_row
 from tmoe.data.chat.encoding import chat_prompt, encode
+from tmoe.data.tokenizer import DataError
 
 USER = dict(role="user", content="Weather?")
 CALL = dict(id="abcdefgh1", type="function", function=dict(name="look", arguments={}))
@@ -87,3 +88,13 @@ def test_what_is_no_thought_stays():
     plain = byte_tokenizer(WITHOUT, MARKS, "<s>")
     said = dict(role="assistant", **FORMS["within"])
     assert text_of(plain, said) == ["[INST]Weather?[/INST]⟦<think>\nHm.\n</think>\n\nRain.</s>⟧"]
+
+
+def test_a_thought_after_a_text_is_refused():
+    """Templates write it first, so the row's order would change."""
+    parts = [dict(type="text", text="Rain."), dict(type="thinking", thinking="Hm.")]
+    row = dict(messages=[USER, dict(role="assistant", content=parts)])
+    with pytest.raises(DataError, match=r"messages\[1\]: content: a part of type thinking is after another"):
+        parse_row(row, "row", kind_of(row))
+    row["messages"][1]["content"] = [dict(type="text", text=""), parts[1], parts[0]]
+    assert parse_row(row, "row", kind_of(row)).samples[0].messages[1]["reasoning_content"] == "Hm."

@@ -392,7 +392,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         message["tool_calls"] = [message.pop("function_call")]
     calls = _calls(message.pop("tool_calls", None), where)
     if role == "assistant" and isinstance(message.get("content"), list):
-        _take_thoughts(message)
+        _take_thoughts(message, where)
     if role == "tool":
         message["content"] = result_text(message.get("content"))
     content = _content(message.get("content"), where)
@@ -461,14 +461,20 @@ def _learned(message: dict[str, Any], where: str) -> bool:
     return all(marks.values())
 
 
-def _take_thoughts(message: dict[str, Any]) -> None:
-    """Moves the thoughts among the parts of a message's content to its reasoning."""
-    thoughts = [
-        part for part in message["content"] if isinstance(part, dict) and part.get("type") == "thinking"
-    ]
+def _take_thoughts(message: dict[str, Any], where: str) -> None:
+    """Moves the thoughts among the parts of a message's content to its reasoning.
+
+    DataError for a thought after a text: templates write thoughts first.
+    """
+    parts = [part for part in message["content"] if not (isinstance(part, dict) and part.get("text") == "")]
+    thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") == "thinking"]
     if thoughts and all(isinstance(thought.get("thinking"), str) for thought in thoughts):
+        if parts[: len(thoughts)] != thoughts:
+            raise DataError(
+                f"{where}: content: a part of type thinking is after another; valid: before all others"
+            )
         message["reasoning_content"] = "".join(thought["thinking"] for thought in thoughts)
-        message["content"] = [part for part in message["content"] if part not in thoughts]
+        message["content"] = parts[len(thoughts) :]
 
 
 def _content(content: Any, where: str) -> str | None:
