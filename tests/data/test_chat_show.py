@@ -54,6 +54,7 @@ def test_colours_tokenizer_and_errors(tmp_path: Path):
     done = forked.run(["-m", "tmoe.data", "--show", pairs])
     assert "pairs.jsonl:1 undesirable: 3 tokens, 2 trained" in done.stdout and "p⟦c" in done.stdout
     assert "pairs.jsonl:1: fields that are not read: id\n" in done.stdout
+    assert "pairs.jsonl:1: texts without a chat template\n" in done.stdout
     pairs.write_text(json.dumps(dict(prompt="p", chosen="c", rejected="r")) + "\n")
     done = forked.run(["-m", "tmoe.data", "--show", pairs])
     assert "pairs.jsonl:1 chosen: 3 tokens, 2 trained" in done.stdout and "p⟦r" in done.stdout

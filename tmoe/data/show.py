@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from tmoe.config.run import require_columns
-from tmoe.data.chat.conversations import parse_row
+from tmoe.data.chat.conversations import ChatRow, Plain, parse_row
 from tmoe.data.chat.encoding import Encoder, Tokens
 from tmoe.data.chat.held import NULLS
 from tmoe.data.chat.template import load_template
@@ -84,10 +85,18 @@ def show(
                 )
                 console.print(Text(f"\n{head}", "bold"))
                 console.print(coloured_text(sequence, chosen, coloured))
-        if lacks:
-            console.print(Text(f"{where}: left out by the template: {', '.join(sorted(lacks))}", "yellow"))
-        if row.unread:
-            console.print(Text(f"{where}: fields that are not read: {', '.join(row.unread)}", "yellow"))
+        for note in _notes(row, lacks):
+            console.print(Text(f"{where}: {note}", "yellow"))
+
+
+def _notes(row: ChatRow, lacks: set[str]) -> Iterator[str]:
+    """What is not used of a row. lacks: the fields that the template leaves out."""
+    if isinstance(row.samples[0], Plain):
+        yield "texts without a chat template"
+    if lacks:
+        yield f"left out by the template: {', '.join(sorted(lacks))}"
+    if row.unread:
+        yield f"fields that are not read: {', '.join(row.unread)}"
 
 
 TRAINED = "bold green"
