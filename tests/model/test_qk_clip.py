@@ -14,9 +14,11 @@ import torch
 from tiers import slow_but
 
 from tmoe.cli.parse import parse
+from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import dense_mask, document_mask, make_mask, window_mask
+from tmoe.model.freeze import require_matches
 from tmoe.model.latent import LatentAttention
 from tmoe.model.qk_clip import clip_logits, describe
 from tmoe.ops.largest_logit import largest_logit
@@ -179,7 +181,9 @@ def test_a_normed_model_says_that_the_clip_is_off():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--optim.qk-clip -1", "--optim.qk-clip=-1.0: must be 0 (no limit) or more"),
+        ("--optim.qk-clip -1", "--optim.qk-clip=-1.0: must be 0 (no limit), or positive"),
+        ("--optim.qk-clip 1e-50", "positive and finite in float32"),  # 0 in float32: it would clear queries
+        ("--optim.qk-clip inf", "--optim.qk-clip=inf: must be 0 (no limit), or positive and finite"),
         ("--optim.qk-clip 9 --lora.rank 4", "--optim.qk-clip=9.0: not with --lora.rank=4"),
     ],
 )
@@ -187,3 +191,11 @@ def test_contradictions_are_refused(capsys, words, said):
     with pytest.raises(SystemExit):
         parse(["tiny", *words.split()], "")
     assert said in capsys.readouterr().err
+
+
+def test_frozen_queries_of_another_stage_are_refused():
+    """Only one stage of a pipeline has the block: all ranks must refuse it, or the others wait for that one."""
+    words = "tiny --model.qk-norm none --optim.qk-clip 9".split()
+    with pytest.raises(ConfigError, match=r"qk-clip=9.0: not with --optim.freeze=blocks.3.attention"):
+        require_matches(parse([*words, "--optim.freeze", "blocks.3.attention"], ""))
+    require_matches(parse([*words, "--optim.freeze", r"attention\.o"], ""))

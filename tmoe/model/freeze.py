@@ -59,7 +59,8 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 def require_matches(cfg: Config) -> None:
     """ConfigError if a pattern of --optim.freeze, .muon or .lr-factors matches no name, or all are frozen.
 
-    With adapters, the names are those of the adapters; patterns of --lora.targets are checked too.
+    With adapters, the names are those of the adapters; patterns of --lora.targets are checked too. Frozen
+    queries are refused with --optim.qk-clip, also on ranks whose pipeline stage has none.
     """
     require_targets(cfg)
     patterns = {"freeze": [cfg.optim.freeze] if cfg.optim.freeze else []}
@@ -81,6 +82,7 @@ def require_matches(cfg: Config) -> None:
             everything = name == "freeze" and len(found) == len(names)
             require(not everything, "optim.freeze", pattern, "nothing is left to train")
     freeze(model, cfg.optim.freeze)
+    watch_logits(model, cfg)
     wrong = f"found in no trained matrix; AdamW trains tables, routers and vectors; matrices: {_ends(model)}"
     require(muon is None or bool(chosen(muon, model.named_parameters())), "optim.muon", muon, wrong)
 
