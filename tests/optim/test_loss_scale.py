@@ -94,7 +94,8 @@ def test_gradients_are_divided_before_they_are_clipped(clip):
         (dict(loss_scale=8.0), "loss-scale=8.0: needs --train.dtype=fp16"),
         (dict(dtype="fp32", loss_scale_window=5), "loss-scale-window=5: needs --train.dtype=fp16"),
         (dict(dtype="fp16", loss_scale=8.0, min_loss_scale=2.0), "not with --train.loss-scale=8.0, which is"),
-        (dict(dtype="fp16", loss_scale=-1.0), "loss-scale=-1.0: must be at least 0"),
+        (dict(dtype="fp16", loss_scale=-1.0), r"loss-scale=-1.0: must be 0 \(a dynamic factor\), or positive"),
+        (dict(dtype="fp16", loss_scale=1e-40), "positive and finite in float32"),  # 1 / it is infinite
         (dict(dtype="fp16", initial_loss_scale=2.0**33), "must be at most 4294967296"),
         (
             dict(dtype="fp16", initial_loss_scale=2.0, min_loss_scale=4.0),
@@ -174,3 +175,14 @@ def test_losses_are_those_of_fp32(gloo, tmp_path):
     half, wide = curves
     assert [loss for loss, _ in half] == pytest.approx([loss for loss, _ in wide], rel=3e-3)
     assert [norm for _, norm in half] == pytest.approx([norm for _, norm in wide], rel=3e-2)
+
+
+def test_a_resumed_run_notes_changes_of_the_rule(gloo, tmp_path):
+    """Without a note a new first factor looks as if it were used; the saved one is."""
+    given = [*FP16, "--train.batch", "4", "--out", str(tmp_path)]
+    gloo(1, runs.run, [*given, "--steps", "1"])
+    more = "--steps 2 --train.loss-scale-window 5 --train.initial-loss-scale 64".split()
+    noted = " ".join(gloo(1, runs.changes, [*given, *more])[0])
+    assert "--train.loss-scale-window=5 (was 1000)" in noted
+    assert f"--train.initial-loss-scale=64.0: not read, because {tmp_path}" in noted
+    assert "loss-scale" not in " ".join(gloo(1, runs.changes, [*given, "--steps", "2"])[0])

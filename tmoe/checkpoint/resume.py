@@ -21,6 +21,7 @@ from tmoe.config.renamed import with_new_names
 from tmoe.config.run import Config
 
 ADAMW, MUON = "optim.exp_avg.", "optim.momentum."  # names of state that only one of the optimizers has
+SCALES_READ = "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis"  # by a resumed run
 GROUPS = ("data", "optim", "sft", "preference", "grpo", "lora")  # a note lists changed settings of these
 
 
@@ -82,6 +83,10 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
         noted.append(f"--init={cfg.init}: not read, because {step_dir} is resumed")
     if cfg.lora.init:
         noted.append(f"--lora.init={cfg.lora.init}: not read, because {step_dir} is resumed")
+    first = cfg.train.initial_loss_scale
+    dynamic = cfg.train.dtype == "fp16" and not cfg.train.loss_scale
+    if dynamic and manifest.state.get("scale") and first != _setting(was, "train.initial_loss_scale"):
+        noted.append(f"--train.initial-loss-scale={first}: not read, because {step_dir} holds a factor")
     if not goes_on and not cfg.eval_only:
         noted.append(
             f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to continue"
@@ -238,7 +243,7 @@ def _changed(was: Any, cfg: Config, goes_on: bool) -> list[tuple[str, Any, Any]]
     names = [name for name in names if name not in apart]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
     names += ["train.seq", "train.dtype", "train.loss_scale", "train.float8", "seed"]
-    names += ["train.fp8", "train.fp8_everywhere"]
+    names += ["train.fp8", "train.fp8_everywhere", *(f"train.{name}" for name in SCALES_READ)]
     names += ["steps"] if goes_on else []  # the learning rates depend on the number of steps
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
     return [(name, old, new) for name, old, new in pairs if old is not None and old != new]

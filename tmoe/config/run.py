@@ -124,7 +124,8 @@ def require_loss_scale(cfg: TrainConfig, train: Section) -> None:
     most = f"must be at most {LARGEST_SCALE:.0f} (2^32)"
     for name in (fixed, *dynamic[:2]):
         train.require(getattr(cfg, name) <= LARGEST_SCALE, name, most)
-    train.require(cfg.loss_scale >= 0, fixed, "must be at least 0")
+    valid = "must be 0 (a dynamic factor), or positive and finite in float32"
+    train.require(cfg.loss_scale == 0 or cfg.loss_scale >= FLOATS[0], fixed, valid)
     least = f"must be at most {train.said('initial_loss_scale')}"
     train.require(cfg.min_loss_scale <= cfg.initial_loss_scale, "min_loss_scale", least)
 
@@ -291,7 +292,8 @@ class OptimConfig:
         one = "max_skips muon_iterations"
         optim = check(self, "optim.", one=one, zero=zero, positive="lr eps", share=share)
         optim.require(self.muon_iterations <= 20, "muon_iterations", "must be 1 to 20; 5 are usual")
-        optim.require(self.qk_clip >= 0, "qk_clip", "must be 0 (no limit) or more")
+        ok = self.qk_clip == 0 or FLOATS[0] <= self.qk_clip <= FLOATS[1]
+        optim.require(ok, "qk_clip", "must be 0 (no limit), or positive and finite in float32")
         either = not (self.warmup and self.warmup_fraction)
         both = f"{self.warmup}, {optim.said('warmup_fraction')}"
         require(either, "optim.warmup", both, "give one of them")
