@@ -13,6 +13,7 @@ import hf_tiny
 import indexed
 import pytest
 import runs
+import torch
 
 from tmoe.cli.parse import parse
 from tmoe.config.check import ConfigError
@@ -25,6 +26,8 @@ from tmoe.extras.migrate.megatron import blend, read_pattern
 from tmoe.extras.migrate.tables import page, spell
 from tmoe.extras.migrate.translate import main
 from tmoe.log.metrics_file import read_steps
+from tmoe.model.transformer import Transformer
+from tmoe.optim.matrices import chosen
 
 ROOT = Path(__file__).parents[2]
 # A Mixtral 8x7B pretraining command of Megatron-Core on 16 GPUs, as its examples have it.
@@ -297,6 +300,9 @@ def test_megatron_muon():
     assert all(re.search(pattern, name) for name in matrices.split())
     others = "embedding.weight head.weight blocks.0.attention.q_norm.weight blocks.0.attention.qkv.bias"
     assert not any(re.search(pattern, name) for name in others.split())
+    with torch.device("meta"):  # blocks that predict further tokens have a matrix of their own
+        net = Transformer(parse([*outcome.words, "--model.mtp.depth", "1"], "").model)
+    assert all(re.search(pattern, name) for name in chosen(".", net.named_parameters()))
     assert parse(outcome.words, "").optim.muon == "."
     assert any("without --muon-nesterov" in note for note in outcome.notes)
     same = translate("megatron", [*words, "--muon-nesterov", "--muon-extra-scale-factor", "0.2"])
@@ -391,6 +397,14 @@ def test_fp8_becomes_products_of_experts():
     assert translate("megatron", words).flags["--train.fp8"] == ["all"]
     divided = translate("megatron", [*words, "--tensor-model-parallel-size", "2"])
     assert divided.flags["--train.fp8"] == ["experts"]
+    first = SMALL.index("--num-experts")
+    dense = [*SMALL[:first], *SMALL[first + 4 :], "--bf16", "--fp8-format", "e4m3"]
+    flags = translate("megatron", dense).flags
+    assert flags["--train.float8"] == ["rowwise"] and "--train.fp8" not in flags
+    with pytest.raises(ValueError, match="--fp8-format=e5m2: must be e4m3 or hybrid"):
+        translate("megatron", [*SMALL, "--bf16", "--fp8-format", "e5m2"])
+    refused = translate("megatron", [*words, "--fp8-recipe", "other"]).refused
+    assert refused[0].startswith("--fp8-recipe=other: scales are powers of two")
 
 
 def test_fp16_becomes_a_loss_scale():
@@ -725,6 +739,9 @@ def test_what_train_py_would_refuse_is_not_printed(capsys):
         main(["megatron", "--", *SMALL, *more])
     said = capsys.readouterr()
     assert not said.out and "error: --moe-router-topk=9: becomes --model.moe.top-k=9: " in said.err
+    with pytest.raises(SystemExit):  # another flag has a 1, too
+        main("megatron -- --context-parallel-size 1 --optimizer muon --muon-momentum 1.0".split() + SMALL)
+    assert "error: --muon-momentum=1: becomes --optim.muon-momentum=1.0: must be" in capsys.readouterr().err
 
 
 DEEPSEEK_V3 = """

@@ -35,7 +35,7 @@ NEEDED = {
 # Parts of the names of Megatron's programs that do not train a decoder of text.
 PROGRAMS = "bert", "t5", "ict", "retro", "mamba", "hybrid", "vision", "vlm", "mimo", "multimodal", "inpaint"
 # Muon's matrices, for a factor of their learning rate
-MUON = r"\.(qkv|qkvz|ba|out|qkv_a|q_b|kv_b|o|gate_up|down|to_latent|from_latent)(\.weight)?$"
+MUON = r"\.(qkv|qkvz|ba|out|qkv_a|q_b|kv_b|o|gate_up|down|to_latent|from_latent|eh_proj)(\.weight)?$"
 AXES = tuple(
     f"--{name}-parallel-size"
     for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
@@ -487,9 +487,7 @@ def _types(given: GivenFlags, out: TranslatedCommand) -> None:
         out.reject("--fp16", "not with --bf16, as in Megatron")
     out.set("--train.dtype", *kinds[:1] or ["fp32"])
     if given.has("--fp8-format"):
-        axes = "--tensor-model-parallel-size", "--context-parallel-size"
-        divided = any(given.whole(axis, 1, 1) > 1 for axis in axes)
-        out.set("--train.fp8", "experts" if divided else "all")
+        _fp8(given, out)
     if kinds != ["fp16"]:
         return
     if scale := given.number("--loss-scale", 0.0, 0.0):
@@ -499,6 +497,18 @@ def _types(given: GivenFlags, out: TranslatedCommand) -> None:
     out.set("--train.min-loss-scale", given.number("--min-loss-scale", 1.0, 0.0))
     out.set("--train.loss-scale-window", given.whole("--loss-scale-window", 1000, 1))
     out.set("--train.loss-scale-hysteresis", given.whole("--hysteresis", 2, 1))
+
+
+def _fp8(given: GivenFlags, out: TranslatedCommand) -> None:
+    """Products in fp8: of experts, and of dense layers where each rank has whole sequences."""
+    kind = given.text("--fp8-format")
+    if kind not in ("e4m3", "hybrid"):
+        out.reject(f"--fp8-format={kind}", "must be e4m3 or hybrid, as in Megatron")
+    divided = any(given.whole(axis, 1, 1) > 1 for axis in (AXES[0], AXES[2]))
+    if given.has("--num-experts"):
+        out.set("--train.fp8", "experts" if divided else "all")
+    else:
+        out.set("--train.float8", "rowwise")
 
 
 def _narrow(given: GivenFlags, out: TranslatedCommand) -> None:

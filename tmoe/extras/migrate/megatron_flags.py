@@ -321,8 +321,12 @@ ROWS: tuple[FlagRow, ...] = (
     switch("--fp16", "`--train.dtype fp16`"),
     nothing("--fp16-lm-cross-entropy", "the loss is computed in fp32", "nothing"),
     nothing("--apply-query-key-layer-scaling", "attention's scores are computed in fp32", "nothing"),
-    worked("--fp8-format", "`--train.fp8 all`; with tp or cp `--train.fp8 experts`; all codes are e4m3"),
-    nothing("--fp8-recipe", OWN_SCALES),
+    worked(
+        "--fp8-format",
+        "`--train.fp8 all`; with tp or cp `--train.fp8 experts`; without experts `--train.float8 rowwise`; "
+        "all codes are e4m3",
+    ),
+    nothing("--fp8-recipe", OWN_SCALES, "one", "delayed", "tensorwise", "blockwise", "mxfp8"),
     nothing("--fp8-param-gather", "weights are cast once a step, after their gather", "nothing"),
     nothing("--fp8-amax-history-len", OWN_SCALES),
     nothing("--fp8-amax-compute-algo", OWN_SCALES),

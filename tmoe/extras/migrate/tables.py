@@ -82,8 +82,8 @@ class TranslatedCommand:
     """a line for each flag without a counterpart"""
     wrong: list[str] = field(default_factory=list)
     """a line for each flag with an invalid value, and for each missing flag"""
-    given: dict[str, str] = field(default_factory=dict)
-    """value -> the other framework's flag that had it, for messages about values that tmoe refuses"""
+    given: list[tuple[FlagRow, list[str]]] = field(default_factory=list)
+    """the original flags with their values, for messages about values that tmoe refuses"""
     world: int = 1
     per_node: int = 8
     """the most processes on a node"""
@@ -102,6 +102,15 @@ class TranslatedCommand:
         """flag: the flag with its value, as `--lr=x`, or only the name of a missing flag."""
         self.wrong.append(f"{flag}: {why}")
 
+    def source(self, flag: str, value: str) -> str:
+        """The other framework's flag that gave this value to a flag of train.py; "" if none did.
+
+        Its row names the flag of train.py, so that another flag of equal value is not taken for it.
+        """
+        named = re.compile(rf"{re.escape(flag)}(?![\w.-]*\w)")
+        rows = [row for row, values in self.given if named.search(row.becomes) and _among(value, values)]
+        return rows[0].flag if rows else ""
+
     @property
     def words(self) -> list[str]:
         """The arguments of train.py."""
@@ -118,6 +127,18 @@ class TranslatedCommand:
 
 def _word(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _among(value: str, values: Sequence[str]) -> bool:
+    """Whether a value is one of these, as text or as a number."""
+    return value in values or any(_is_number(text) and _word(float(text)) == value for text in values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _quoted(word: str) -> str:
@@ -178,7 +199,7 @@ class GivenFlags:
             self.values.pop(spell(row.flag), None)
             return None
         self.values[spell(row.flag)] = values
-        self.outcome.given |= dict.fromkeys(values, row.flag)
+        self.outcome.given.append((row, values))
         other = bool(row.only) and values[0].lower() not in [text.lower() for text in row.only]
         if row.kind == "refused" or other:
             self.outcome.refuse(_shown(row.flag, values), row.becomes)
@@ -245,7 +266,7 @@ def misfits(out: TranslatedCommand, kinds: dict[str, Any]) -> None:
         item_kind = get_args(kind)[0] if listed else kind
         bad = [value for value in values if not any(fits(reading, item_kind) for reading in _readings(value))]
         for value in bad[:1]:
-            their_flag = out.given.get(value)
+            their_flag = out.source(flag, value)
             line = f"{their_flag or flag}={value}: "
             if not any(problem.startswith(line) for problem in out.wrong):
                 out.wrong.append(

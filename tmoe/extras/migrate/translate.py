@@ -83,8 +83,9 @@ def _untrainable(out: TranslatedCommand) -> str:
     planned = {flag: values for flag, values in out.flags.items() if flag not in left_out}
     words = TranslatedCommand(flags=planned, preset=out.preset).words
     error = names.refusal((*words, "--world", str(out.world))).removeprefix("error: ")
-    values = out.flags.get(error.partition("=")[0], [""])
-    their_flag = out.given.get(values[0], "")
+    flag = error.partition("=")[0]
+    values = out.flags.get(flag, [""])
+    their_flag = out.source(flag, values[0])
     return f"{their_flag}={values[0]}: becomes {error}" if their_flag else error
 
 
