@@ -194,7 +194,7 @@ def test_contradictions_are_refused(capsys, words, said):
 
 
 def test_frozen_queries_of_another_stage_are_refused():
-    """Only one stage of a pipeline has the block: all ranks must refuse it, or the others wait for that one."""
+    """Only one stage of a pipeline has the block: without an error on all ranks, the others would wait."""
     words = "tiny --model.qk-norm none --optim.qk-clip 9".split()
     with pytest.raises(ConfigError, match=r"qk-clip=9.0: not with --optim.freeze=blocks.3.attention"):
         require_matches(parse([*words, "--optim.freeze", "blocks.3.attention"], ""))
