@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import runs
 import torch
+from tiers import slow_but
 from tiny_models import MODEL
 
 from tmoe.config.axes import Axes
@@ -90,3 +91,20 @@ def test_frozen_parameters_stay_in_every_layout(gloo, tmp_path, axes, dtype):
             stays = any(part in name for part in ("experts", "embedding", "blocks.0."))
             assert torch.equal(before[name], after[name]) == stays, name
     assert not any("experts" in name for name in after if name.startswith("optim."))
+
+
+HELD = [  # what is frozen, and how the error goes on after the type
+    ("--optim.freeze experts", "; start a new run from its weights with --init"),
+    ("--lora.rank 4", "; valid: bf16"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), slow_but(HELD[:1], HELD))
+def test_frozen_weights_are_resumed_in_their_type(gloo, tmp_path, words, said):
+    """One line; `reshard --dtype` would cast the trained weights too."""
+    flags = [*runs.SMALL, "--out", str(tmp_path), *words.split(), "--train.batch", "2", "--steps", "2"]
+    gloo(1, runs.run, [*flags, "--train.dtype", "bf16", "--steps", "1"])
+    code, error = gloo(1, runs.begin, [*flags, "--train.dtype", "fp16"])[0]
+    step = tmp_path / "checkpoints/step-1"
+    wanted = f"error: --train.dtype=fp16: {step} holds frozen weights of --train.dtype=bf16{said}"
+    assert code == 2 and error.strip().startswith(wanted) and len(error.strip().splitlines()) == 1, error

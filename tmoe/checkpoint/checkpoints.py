@@ -509,9 +509,8 @@ def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]
         elif entry.shape != tuple(tensor.shape):
             lines.append(f"{name}: shape {entry.shape} in the checkpoint, {tuple(tensor.shape)} asked for")
         elif entry.dtype != dtype:
-            lines.append(
-                f"{name}: {entry.dtype} in the checkpoint, {dtype} asked for; `reshard --dtype` writes it so"
-            )
+            hint = "" if dtype == "float16" else "; `reshard --dtype` writes it so"
+            lines.append(f"{name}: {entry.dtype} in the checkpoint, {dtype} asked for{hint}")
         if tensor.is_meta:  # DCP would fill a copy and leave the tensor itself without data
             lines.append(f"{name}: asked for on the meta device, which holds no data")
     return lines

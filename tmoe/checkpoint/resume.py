@@ -64,6 +64,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     before = {name: before[name] for name in data} if says else data
     _require_same_text(step_dir, manifest, cfg, before, data)
     _require_masters(step_dir, manifest, cfg)
+    _require_held(step_dir, manifest, cfg)
 
     goes_on = not cfg.eval_only and step < cfg.steps
     was, _ = with_new_names(manifest.info.get("config", {}))
@@ -205,6 +206,17 @@ def _require_masters(step_dir: Path, manifest: Manifest, cfg: Config) -> None:
     wrong = f"{step_dir} holds weights of {Setting('optim.masters', was)}{_anew(step_dir)}"
     same = was == cfg.optim.masters or cfg.lora.rank > 0
     Section(cfg).require(same, "optim.masters", wrong, was)
+
+
+def _require_held(step_dir: Path, manifest: Manifest, cfg: Config) -> None:
+    """Raises ConfigError if the step holds weights that are not trained, in another type than this run."""
+    settings = manifest.info.get("config")
+    was = _setting(settings, "train.dtype") or cfg.train.dtype
+    frozen = cfg.optim.freeze and _setting(settings, "optim.freeze")
+    drawn = cfg.lora.rank > 0 and "base" not in manifest.info  # adapters on weights that the step holds
+    wrong = f"{step_dir} holds frozen weights of {Setting('train.dtype', was)}"
+    wrong += "" if drawn else _anew(step_dir)
+    Section(cfg).require(was == cfg.train.dtype or not (frozen or drawn), "train.dtype", wrong, was)
 
 
 def _require_same_text(
