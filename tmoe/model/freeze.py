@@ -90,4 +90,4 @@ def require_matches(cfg: Config) -> None:
 def _ends(model: nn.Module) -> list[str]:
     """Ends of the names of the matrices that Muon can train."""
     found = chosen(".", model.named_parameters())
-    return sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in found})
+    return sorted({re.sub(r"\b(blocks|mtp)\.\d+\.", "", name) for name in found})
