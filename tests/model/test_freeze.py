@@ -93,7 +93,7 @@ def test_frozen_parameters_stay_in_every_layout(gloo, tmp_path, axes, dtype):
     assert not any("experts" in name for name in after if name.startswith("optim."))
 
 
-HELD = [  # what is frozen, and how the error goes on after the type
+HELD = [  # what is frozen, and the rest of the error
     ("--optim.freeze experts", "; start a new run from its weights with --init"),
     ("--lora.rank 4", "; valid: bf16"),
 ]

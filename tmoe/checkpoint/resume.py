@@ -80,19 +80,26 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
         noted.append(f"the data has changed, so it is shuffled again: {data['is']} (was {before['is']})")
     if not cfg.load_optim:
         noted.append("--no-load-optim: the optimizer starts from its initial state")
-    if cfg.init and not cfg.lora.rank:
-        noted.append(f"--init={cfg.init}: not read, because {step_dir} is resumed")
-    if cfg.lora.init:
-        noted.append(f"--lora.init={cfg.lora.init}: not read, because {step_dir} is resumed")
-    first = cfg.train.initial_loss_scale
-    dynamic = cfg.train.dtype == "fp16" and not cfg.train.loss_scale
-    if dynamic and manifest.state.get("scale") and first != _setting(was, "train.initial_loss_scale"):
-        noted.append(f"--train.initial-loss-scale={first}: not read, because {step_dir} holds a factor")
+    noted += _not_read(step_dir, manifest, was, cfg)
     if not goes_on and not cfg.eval_only:
         noted.append(
             f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to continue"
         )
     return noted
+
+
+def _not_read(step_dir: Path, manifest: Manifest, was: Any, cfg: Config) -> list[str]:
+    """A line for each setting that only a new run reads. was: settings of the step's run, as JSON."""
+    given = {}
+    if cfg.init and not cfg.lora.rank:
+        given["init"] = cfg.init
+    if cfg.lora.init:
+        given["lora.init"] = cfg.lora.init
+    first = cfg.train.initial_loss_scale
+    dynamic = cfg.train.dtype == "fp16" and not cfg.train.loss_scale
+    if dynamic and manifest.state.get("scale") and first != _setting(was, "train.initial_loss_scale"):
+        given["train.initial-loss-scale"] = first
+    return [f"--{name}={value}: not read, because {step_dir} is resumed" for name, value in given.items()]
 
 
 def other_cut(step_dir: Path, cut: str) -> list[str]:

@@ -105,7 +105,7 @@ class TranslatedCommand:
     def source(self, flag: str, value: str) -> str:
         """The other framework's flag that gave this value to a flag of train.py; "" if none did.
 
-        Its row names the flag of train.py, so that another flag of equal value is not taken for it.
+        Other flags may have equal values: only a row that names the flag of train.py is taken.
         """
         named = re.compile(rf"{re.escape(flag)}(?![\w.-]*\w)")
         rows = [row for row, values in self.given if named.search(row.becomes) and _among(value, values)]
