@@ -432,6 +432,8 @@ def test_fp16_becomes_a_loss_scale():
     assert out.flags["--train.dtype"] == ["fp16"] and any("scales the loss" in note for note in out.notes)
     out = translate("fms", [*FMS, "--fp16"])
     assert (out.flags["--train.dtype"], out.flags["--train.loss-scale-window"]) == (["fp16"], ["2000"])
+    with pytest.raises(ValueError, match="--fp16: not with --bf16"):
+        translate("fms", [*FMS, "--fp16", "--bf16"])
 
 
 def test_small_parts():

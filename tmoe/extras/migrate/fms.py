@@ -452,6 +452,8 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     if dtype not in kinds:
         out.refuse(f"--torch_dtype={dtype}", f"tmoe trains in {' or '.join(kinds)}")
     out.set("--train.dtype", "fp16" if given.has("--fp16") else kinds.get(dtype, "bf16"))
+    if given.has("--fp16") and given.has("--bf16"):
+        out.reject("--fp16", "not with --bf16, as in its Trainer")
     if given.has("--fp16"):
         out.set("--train.loss-scale-window", 2000)
         out.set("--train.loss-scale-hysteresis", 1)
