@@ -90,7 +90,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
 
 def _not_read(step_dir: Path, manifest: Manifest, was: Any, cfg: Config) -> list[str]:
     """A line for each setting that only a new run reads. was: settings of the step's run, as JSON."""
-    given = {}
+    given: dict[str, Any] = {}
     if cfg.init and not cfg.lora.rank:
         given["init"] = cfg.init
     if cfg.lora.init:

@@ -90,7 +90,7 @@ def show(
 
 
 def _notes(row: ChatRow, lacks: set[str]) -> Iterator[str]:
-    """What is not used of a row. lacks: the fields that the template leaves out."""
+    """The parts of a row that are not used. lacks: the fields that the template leaves out."""
     if isinstance(row.samples[0], Plain):
         yield "texts without a chat template"
     if lacks:

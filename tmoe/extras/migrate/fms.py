@@ -416,6 +416,20 @@ def _length(given: GivenFlags, out: TranslatedCommand) -> None:
     return out.set("--epochs", given.number("--num_train_epochs", 3.0, 0))
 
 
+def _types(given: GivenFlags, out: TranslatedCommand) -> None:
+    """The type of products, and the loss scale of fp16."""
+    kinds = dict(bfloat16="bf16", float16="fp16", float32="fp32")
+    dtype = given.text("--torch_dtype", "bfloat16").removeprefix("torch.")
+    if dtype not in kinds:
+        out.refuse(f"--torch_dtype={dtype}", f"tmoe trains in {' or '.join(kinds)}")
+    out.set("--train.dtype", "fp16" if given.has("--fp16") else kinds.get(dtype, "bf16"))
+    if given.has("--fp16") and given.has("--bf16"):
+        out.reject("--fp16", "not with --bf16, as in its Trainer")
+    if given.has("--fp16"):
+        out.set("--train.loss-scale-window", 2000)
+        out.set("--train.loss-scale-hysteresis", 1)
+
+
 def _train(given: GivenFlags, out: TranslatedCommand) -> None:
     kind, least = given.text("--lr_scheduler_type", "linear"), 0.0
     if kind == "cosine_with_min_lr":
@@ -447,16 +461,7 @@ def _train(given: GivenFlags, out: TranslatedCommand) -> None:
         out.refuse(f"--optim={optimizer}", f"tmoe trains with AdamW: {', '.join(OPTIMIZERS)}")
     elif optimizer.endswith("8bit"):
         out.set("--optim.states", "int8")
-    kinds = dict(bfloat16="bf16", float16="fp16", float32="fp32")
-    dtype = given.text("--torch_dtype", "bfloat16").removeprefix("torch.")
-    if dtype not in kinds:
-        out.refuse(f"--torch_dtype={dtype}", f"tmoe trains in {' or '.join(kinds)}")
-    out.set("--train.dtype", "fp16" if given.has("--fp16") else kinds.get(dtype, "bf16"))
-    if given.has("--fp16") and given.has("--bf16"):
-        out.reject("--fp16", "not with --bf16, as in its Trainer")
-    if given.has("--fp16"):
-        out.set("--train.loss-scale-window", 2000)
-        out.set("--train.loss-scale-hysteresis", 1)
+    _types(given, out)
     if given.has("--gradient_checkpointing"):
         out.set("--parallel.checkpoint", "block")
     if given.text("--save_strategy") == "no":
