@@ -11,6 +11,7 @@ from chat_tokenizers import TEMPLATES
 
 from tmoe.data.chat.conversations import Conversation
 from tmoe.data.chat.encoding import encode
+from tmoe.serve.parse_calls import value_of
 from tmoe.serve.parse_tools import Delta, format_of, has_thoughts, parser
 
 WEATHER = '{"city": "Łódź"}'
@@ -265,3 +266,24 @@ def test_values_without_a_schema_and_calls_without_arguments():
     first, second = delta.calls
     assert json.loads(first.arguments) == {str(i): value for i, value in enumerate(values.values())}
     assert (second.name, second.arguments) == ("weather", "{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("20", dict(type="string"), "20"),
+        ("20", dict(type=["string", "null"]), "20"),
+        ("null", dict(anyOf=[dict(type="string"), dict(type="null")]), None),
+        ("20", dict(anyOf=[dict(type="integer"), dict(type="string")]), 20),
+        ("2.0", dict(type="integer"), 2.0),
+        ("2.5", dict(type="integer"), "2.5"),
+        ("False", dict(type="boolean"), False),
+        ("False", dict(type="string"), "False"),
+        ('["a"]', dict(type="array"), ["a"]),
+        ("three", dict(type="integer"), "three"),
+        ("{}", dict(enum=["a"]), {}),
+    ],
+)
+def test_a_value_has_a_type_of_its_schema(text: str, schema: dict, value):
+    found = value_of(text, schema)
+    assert (found, type(found)) == (value, type(value))

@@ -4,8 +4,8 @@
     headed JSON    a name after a mark, then an object                         DeepSeek, Kimi
     by name        a text for each parameter                                   Qwen3-Coder, GLM, MiniMax
 
-A parameter given by name is a text. It is read as JSON unless the tool's schema says that it is a string.
-Each reader returns no call if a part of the text is none, so that the text can be shown instead.
+A parameter given by name is a text. It is read as JSON if the tool's schema allows a value of that type. Each
+reader returns no call if a part of the text is none, so that the text can be shown instead.
 
 next: serve/parse_tools.py
 """
@@ -171,19 +171,40 @@ def types_of(tools: list | None) -> dict[str, dict[str, Any]]:
 def value_of(text: str, schema: Any) -> Any:
     """The value of a parameter that a model wrote as this text: the text, or the JSON in it.
 
-    schema: the parameter's JSON schema, or None. A string of the schema is the text itself. Qwen's templates
-    write true and false as Python does.
+    schema: the parameter's JSON schema, or None. JSON of a type that the schema does not name is a text.
+    Qwen's templates write true and false as Python does.
     """
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
-        return text
-    if kind == "boolean" and text.strip() in ("True", "False"):
+    kinds = types_in(schema)
+    if "boolean" in kinds and text.strip() in ("True", "False"):
         return text.strip() == "True"
     try:
         value = DECODER.decode(text.strip())
     except (ValueError, RecursionError):
         return text
-    return text if isinstance(value, str) else value
+    return text if isinstance(value, str) or (kinds and not kinds & types_of_value(value)) else value
+
+
+def types_in(schema: Any) -> set[str]:
+    """The types that a JSON schema and its alternatives name; empty if they name none."""
+    if not isinstance(schema, dict):
+        return set()
+    options = [schema, *as_list(schema.get("anyOf")), *as_list(schema.get("oneOf"))]
+    names = (name for one in options if isinstance(one, dict) for name in as_list(one.get("type")))
+    return {name for name in names if isinstance(name, str)}
+
+
+def as_list(value: Any) -> list:
+    """A list as it is, none for None, and another value as a list of it."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def types_of_value(value: Any) -> set[str]:
+    """The names that a JSON schema has for the type of a value that is no string."""
+    if isinstance(value, bool) or value is None:
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if value == int(value) else {"number"}
+    return {"array" if isinstance(value, list) else "object"}
 
 
 def calls_by_name(text: str, form: ByName, types: dict[str, dict[str, Any]]) -> list[Call]:
