@@ -30,7 +30,7 @@ from tmoe.model.multi_token import count_further, names_of, read_measured
 from tmoe.model.qk_clip import clip_logits
 from tmoe.model.stages import Stages
 from tmoe.moe.balance import Totals
-from tmoe.optim.guard import SkipGuard, require_finite
+from tmoe.optim.guard import SkipGuard, StepNumbers, of_first_skipped, require_finite
 from tmoe.optim.learning_rate import lr_factor, set_lr
 from tmoe.parallel import clip_grad_norm_
 from tmoe.parallel.collectives import sum_over_all
@@ -114,6 +114,7 @@ class Trainer(Start):
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
                 set_lr(optimizer, lr)
                 self.routes.begin(step)
+                numbers: StepNumbers | None = None
                 for _ in range(self.task.updates):
                     loss = self.forward_backward(batch, totals)
                     scale = self.scale.factor if self.scale else None
@@ -132,10 +133,12 @@ class Trainer(Start):
                     if self.scale:
                         self.scale.update(finite)
                     optimizer.zero_grad()
+                    numbers = of_first_skipped(numbers, (loss, norm, finite, scale))
 
                 self.step = step + 1
                 self.tokens += batch.tokens_ABS.numel() * self.mesh.axes.readers
-                self.after(step, stop, lr, (loss, norm, finite, scale), profile)
+                assert numbers is not None
+                self.after(step, stop, lr, numbers, profile)
                 if stop:
                     break
 
@@ -144,14 +147,15 @@ class Trainer(Start):
         step: int,
         stop: bool,
         lr: float,
-        numbers: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        numbers: StepNumbers,
         profile: Profiler | None,
     ) -> None:
         """Finishes a step: its line in the log, and the checkpoint, validation and trace that are due.
 
         numbers: loss, gradient norm, whether both are finite, and the loss scale if there is one, 0-dim on
-        the device. The GPU works on the next step while they are copied to the host. Therefore a step is
-        logged one step late, unless a checkpoint or a validation is due now.
+        the device; of several updates those of `of_first_skipped`. The GPU works on the next step while they
+        are copied to the host. Therefore a step is logged one step late, unless a checkpoint or a validation
+        is due now.
         """
         cfg, run = self.cfg, self.run
         self.graphs.passed("train")

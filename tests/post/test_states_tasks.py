@@ -6,6 +6,7 @@ next: tests/end_to_end/test_states_train.py
 import json
 import random
 import shutil
+from unittest.mock import patch
 
 import pytest
 import runs
@@ -119,3 +120,22 @@ def test_the_reference_of_bf16_masters_is_bf16(gloo, made, tmp_path):
     assert gloo(1, references, flags) == [([True, False], {torch.bfloat16})]
     half, wide = (memory_per_rank(parse(words(made, "grpo", s), ""), Axes()) for s in (HALF, ""))
     assert 2 * half["reference"] == wide["reference"] > 0
+
+
+def skipped(rank: int, world: int, flags: list[str]):
+    """A run whose first update of the first step is not finite; returns its number of updates."""
+    finite, calls = train.all_finite, []
+
+    def first_is_not(*tensors):
+        calls.append(len(calls))
+        return finite(*tensors) * (calls[-1] > 0)
+
+    with patch.object(train, "all_finite", first_is_not):
+        runs.run(rank, world, flags)
+    return len(calls)
+
+
+def test_a_skipped_update_counts_although_the_next_is_finite(gloo, made, tmp_path):
+    flags = [*words(made, "grpo", "--grpo.updates 2"), "--steps", "2", "--out", str(tmp_path)]
+    assert gloo(1, skipped, flags) == [4]
+    assert [line["skipped"] for line in runs.lines(tmp_path)] == [1, 1]

@@ -29,6 +29,22 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
+StepNumbers = tuple[Tensor, Tensor, Tensor, Tensor | None]  # loss, norm, whether both are finite, loss scale
+
+
+def of_first_skipped(before: StepNumbers | None, now: StepNumbers) -> StepNumbers:
+    """The numbers of a step of several updates: those of its first skipped update, or else of its last.
+
+    before: of the step's updates up to now; None before the first. All are 0-dim on the device.
+    """
+    if before is None:
+        return now
+    fine = before[2] > 0
+    loss, norm, finite = (torch.where(fine, new, old) for old, new in zip(before[:3], now[:3], strict=True))
+    scale = None if before[3] is None or now[3] is None else torch.where(fine, now[3], before[3])
+    return loss, norm, finite, scale
+
+
 class SkipGuard:
     """Counts steps skipped because loss or gradient norm was not finite, and detects spikes of the loss.
 
