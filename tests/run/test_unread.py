@@ -115,6 +115,9 @@ def test_what_is_refused(words, names, capsys):
         f"{GRPO} --grpo.loss gspo --grpo.advantage normalised --grpo.advantage-eps 1",
         "tiny --train.no-isolate-documents --data.text-field t",
         "tiny --eval-only --optim.masters bf16 --train.dtype bf16 --optim.ema .9",
+        "tiny --model.window 8 --model.windowed 1 0 --model.moe.selection tiles --model.moe.tile 64",
+        "tiny --model.moe.score cosine --model.moe.cosine-dim 64",
+        "tiny --model.moe.groups 2 --model.moe.group-score max",
     ],
 )
 def test_what_is_read_is_not_named(words, capsys):
@@ -145,6 +148,16 @@ def test_what_is_read_is_not_named(words, capsys):
             "tiny --model.moe.drop choice",
             "--model.moe.drop=choice: unused with --model.moe.capacity-factor=None",
         ),
+        ("tiny --model.mla.q-rank 8", "--model.mla.q-rank=8: unused with --model.attention=gqa"),
+        (
+            "tiny --model.moe.tile 64 --model.moe.selection sinkhorn",
+            "--model.moe.tile=64: unused with --model.moe.selection other than tiles",
+        ),
+        (
+            "tiny --model.moe.group-score top2",
+            "--model.moe.group-score=top2: unused with --model.moe.groups=1",
+        ),
+        ("tiny --model.windowed 1 0", "--model.windowed=1 0: unused with --model.window=0"),
         (
             "tiny --data.split 8 1 1 --data.val-fraction .1",
             "--data.val-fraction=.1: unused with --data.split",

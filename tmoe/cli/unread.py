@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from tmoe.config.check import ConfigError
+from tmoe.config.model import MLAConfig
 from tmoe.config.run import Config, LoraConfig, OptimConfig
 
 # For settings of --task preference, the losses that read them. A test compares this table with the formulas.
@@ -26,6 +27,12 @@ PREFERENCE = dict(
 # Losses that do not normalise advantages by default (--grpo.advantage).
 OTHER_ADVANTAGE = ("dr_grpo", "rloo")
 WHOLE_ANSWERS = ("gspo", "rloo")  # losses without a mismatch correction by default (--grpo.mismatch)
+# Settings of the router that one selection reads.
+OF_SELECTION = dict(
+    tiles="model.moe.tile model.moe.tile_rounding",
+    sinkhorn="model.moe.sinkhorn_iterations",
+    quantile="model.moe.quantile_ema",
+)
 OF_UPDATES = """loss clip_low clip_high dual_clip ratio_cap ratio_penalty entropy normaliser advantage
 advantage_eps updates kl kl_in kl_estimator overlong resample mismatch mismatch_cap replay"""
 # Settings of OptimConfig that a validation does not read.
@@ -166,6 +173,57 @@ RULES = (
                 lambda cfg: cfg.model.moe.capacity_factor is not None,
                 "--model.moe.capacity-factor=None",
                 "with --model.moe.capacity-factor",
+            ),
+            (
+                " ".join(f"model.mla.{one.name}" for one in fields(MLAConfig)),
+                lambda cfg: cfg.model.attention == "mla",
+                "--model.attention=gqa",
+                "with --model.attention mla",
+            ),
+            (
+                "model.kv_heads model.window_kv_heads model.head_dim model.v_head_dim",
+                lambda cfg: cfg.model.attention == "gqa",
+                "--model.attention=mla",
+                "with --model.attention gqa",
+            ),
+            (
+                "model.windowed model.window_kv_heads model.window_sinks",
+                lambda cfg: cfg.model.window > 0,
+                "--model.window=0",
+                "with --model.window above 0",
+            ),
+            (
+                "model.moe.bias_speed",
+                lambda cfg: cfg.model.moe.choice_bias,
+                "--model.moe.choice-bias=False",
+                "with --model.moe.choice-bias",
+            ),
+            (
+                "model.moe.group_score",
+                lambda cfg: cfg.model.moe.groups > 1 or cfg.model.moe.top_devices > 0,
+                "--model.moe.groups=1",
+                "with --model.moe.groups above 1 or --model.moe.top-devices above 0",
+            ),
+            (
+                "model.moe.force_skew",
+                lambda cfg: cfg.model.moe.force == "skew",
+                "--model.moe.force other than skew",
+                "with --model.moe.force skew",
+            ),
+            (
+                "model.moe.cosine_dim model.moe.cosine_temperature",
+                lambda cfg: cfg.model.moe.score == "cosine",
+                "--model.moe.score other than cosine",
+                "with --model.moe.score cosine",
+            ),
+            *(
+                (
+                    names,
+                    lambda cfg, kind=kind: cfg.model.moe.selection == kind,
+                    f"--model.moe.selection other than {kind}",
+                    f"with --model.moe.selection {kind}",
+                )
+                for kind, names in OF_SELECTION.items()
             ),
         )
     ),
