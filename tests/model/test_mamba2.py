@@ -166,6 +166,10 @@ def test_models_are_compared():
         ),
         (dict(tp=3), r"--parallel\.tp=3: must divide --model\.linear\.value-heads=8; valid: \[1, 2, 4, 8\]"),
         (dict(tp=4, cp=4, cp_exchange="heads"), r"--parallel\.cp=4: must divide the 2 value heads of linear"),
+        (
+            dict(tp=2, cp=4, cp_exchange="heads"),  # of attention; cp by keys would be refused
+            r"--parallel\.cp=4: must divide the 2 heads that tp leaves a rank; valid: \[1, 2\]$",
+        ),
     ],
 )
 def test_axes_that_are_not_there_are_named(axes, says):

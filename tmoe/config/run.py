@@ -1091,5 +1091,6 @@ def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     parallel.require(p.tp in degrees, "tp", divide, degrees)
     if p.cp_exchange == "heads":
         own = heads // p.tp
-        valid = f"{divisors(own)}, or {Setting('parallel.cp_exchange')} keys"
+        by_keys = "" if model.linear_layers else f", or {Setting('parallel.cp_exchange')} keys"
+        valid = f"{divisors(own)}{by_keys}"
         parallel.require(own % p.cp == 0, "cp", f"must divide the {own} heads that tp leaves a rank", valid)
