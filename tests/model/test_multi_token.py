@@ -172,6 +172,8 @@ def test_places_at_the_ends():
         (["--task", "preference"], "--model.mtp.depth=1: --task=preference"),
         (["--task", "grpo", "--grpo.rewards", "exact"], "--model.mtp.no-detach: with --task=grpo"),
         (["--lora.rank", "4"], "--model.mtp.depth=1: --lora.rank=4"),
+        # a step with trained blocks is refused with depth 0 too
+        (["--lora.rank", "4"], "a step that has them is exported first, and --init names that folder"),
         (["--train.seq", "2"], "--train.seq=2: must be more than --model.mtp.depth=1"),
         (
             "--parallel.pp 2 --train.accumulate 2 --parallel.head divided".split(),

@@ -855,10 +855,11 @@ def require_further(cfg: Config) -> None:
     """ConfigError for settings that blocks of further tokens (--model.mtp) do not support."""
     run, depth = Section(cfg), "model.mtp.depth"
     carried = f"{Setting(depth, 0)} keeps those of a published model unchanged for its export"
+    folder = f"{carried}; a step that has them is exported first, and {Setting('init')} names that folder"
     pairs = f"{Setting('task', 'preference')} trains on answers that the model should not give"
-    run.require(cfg.task != "preference", depth, f"{pairs}; {carried}", 0)
+    run.require(cfg.task != "preference", depth, f"{pairs}; {folder}", 0)
     adapters = f"{run.said('lora.rank')} trains adapters alone, and PEFT has no names for these blocks"
-    run.require(not cfg.lora.rank, depth, f"{adapters}; {carried}", 0)
+    run.require(not cfg.lora.rank, depth, f"{adapters}; {folder}", 0)
     policy = f"with {run.said('task')} their loss must not change the policy; {carried}"
     run.require(cfg.task != "grpo" or cfg.model.mtp.detach, "model.mtp.detach", policy, "True")
     last = f"not with {run.said(depth)}, whose blocks need all tokens on the last stage"
