@@ -16,8 +16,9 @@ TOLERANCE = 0.1  # allowed relative error of a step time
 
 
 def ratio(point: Point, m: SimpleNamespace) -> float:
-    """Predicted seconds divided by measured seconds."""
-    return predict(point.cfg, point.axes, m, point.skew, ahead=point.ahead).seconds / point.seconds
+    """Predicted seconds divided by measured seconds; memory is not predicted."""
+    step = predict(point.cfg, point.axes, m, point.skew, held=0.0, ahead=point.ahead)
+    return step.seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
@@ -56,10 +57,9 @@ def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, 
     step = 2.0
     while step > 1.001:
         tries = [{**best, name: best[name] * f} for name in names for f in (step, 1 / step)]
-        candidate = min(tries, key=loss)
-        if loss(candidate) < lowest:
-            best = candidate
-            lowest = loss(candidate)
+        least, number = min((loss(trial), number) for number, trial in enumerate(tries))
+        if least < lowest:
+            best, lowest = tries[number], least
         else:
             step = math.sqrt(step)
     return best

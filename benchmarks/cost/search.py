@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from benchmarks.cost.network import moving_seconds
 from benchmarks.cost.step_time import (
@@ -26,6 +26,7 @@ from benchmarks.cost.step_time import (
     Prediction,
     chunk_kind,
     copy_seconds,
+    layers_by_kind,
     passes,
     predict,
     steady,
@@ -122,9 +123,12 @@ class Search:
         self.settings = functools.cache(self._settings)
         self.moved = functools.cache(self._moved)
         self.several = functools.cache(lambda n: replace(cfg, train=replace(cfg.train, accumulate=n)))
+        self.section = functools.cache(lambda name, **new: replace(getattr(cfg, name), **new))
+        self.held = functools.cache(self._held)
         self.works = functools.cache(lambda shard: list(self._works(shard)))
         self.parameters = count_parameters(cfg.model).total
         layers = range(cfg.model.layers)
+        self.kinds = layers_by_kind(cfg.model, layers)
         self.experts = sum(numel(block_shapes(cfg.model, layer)[1]) for layer in layers)
         self.dense = self.parameters - self.experts
         self.kept = functools.cache(self._kept)
@@ -159,9 +163,10 @@ class Search:
             savings = Savings(frozenset(RECOMPUTED[work.checkpoint]), work.offload, micros, work.narrow)
             if any(map(savings.beyond, known)) or (work.narrow and self.fits_whole(work, flow, micros, axes)):
                 continue
-            cfg = self.settings(work, flow, micros)
-            if cfg is None or (held := held_at_most(steady(cfg, axes), axes)) > self.m.room:
+            if (held := self.held(work, flow, micros, axes)) > self.m.room:
                 continue
+            cfg = self.settings(work, flow, micros)
+            assert cfg is not None
             known.append(savings)
             self.predicted += 1
             choice = Choice(cfg, axes, predict(cfg, axes, self.m, held=held))
@@ -173,8 +178,12 @@ class Search:
 
     def fits_whole(self, work: Work, flow: Flow, micros: int, axes: Axes) -> bool:
         """Whether the layout fits with moments and sums in fp32."""
-        cfg = self.settings(work._replace(narrow=False), flow, micros)
-        return cfg is not None and held_at_most(steady(cfg, axes), axes) <= self.m.room
+        return self.held(work._replace(narrow=False), flow, micros, axes) <= self.m.room
+
+    def _held(self, work: Work, flow: Flow, micros: int, axes: Axes) -> float:
+        """Most bytes of the fullest rank; infinite if train.py would refuse the layout."""
+        cfg = self.settings(work, flow, micros)
+        return float("inf") if cfg is None else held_at_most(steady(cfg, axes), axes)
 
     def _begin(self, gpus: int) -> Iterator[tuple[float, Work, Flow, int]]:
         """(least seconds per token and GPU, work, flow, micro-batches) for all ways to compute."""
@@ -210,12 +219,10 @@ class Search:
 
     def _compute(self, work: Work, flow: Flow, micros: int) -> float:
         """Least seconds per token and GPU: compute of the busiest stage, and the least time that it waits."""
-        kinds, head = self.work_seconds(work._replace(offload=False, narrow=False))
-        model = self.cfg.model
-        blocks = [kinds[model.is_moe(layer), model.mask_of(layer)] for layer in range(model.layers)]
-        busiest = max((sum(blocks) + head) / flow.pp, -(-model.layers // flow.pp) * min(blocks))
+        whole, quickest, slowest = self.work_seconds(work._replace(offload=False, narrow=False))
+        busiest = max(whole / flow.pp, -(-self.cfg.model.layers // flow.pp) * quickest)
         # The cut is as even as whole blocks allow.
-        least = max(min(blocks), (sum(blocks) + head) / (flow.pp * flow.chunks) - max(*blocks, head))
+        least = max(quickest, whole / (flow.pp * flow.chunks) - slowest)
         waits = 0.0 if flow.schedule == "v" else (flow.pp - 1) * least
         seconds = micros * busiest + waits
         tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
@@ -350,28 +357,27 @@ class Search:
         try:
             return replace(
                 self.cfg,
-                parallel=replace(self.cfg.parallel, **parallel),
-                train=replace(self.cfg.train, **train),
-                optim=replace(optim, offload=work.offload, **cast(Any, narrow)),
+                parallel=self.section("parallel", **parallel),
+                train=self.section("train", **train),
+                optim=self.section("optim", offload=work.offload, **narrow),
             )
         except ConfigError:
             return None
 
-    def _work_seconds(self, work: Work) -> tuple[dict[tuple[bool, int | str], float], float]:
-        """Seconds of a micro-batch in a block of each kind, and in the head."""
+    def _work_seconds(self, work: Work) -> tuple[float, float, float]:
+        """Seconds of a micro-batch: all blocks and the head, the quickest block, the slowest of all."""
         cfg, model = self.settings(work), self.cfg.model
         assert cfg is not None
         axes = work_axes(work)
         busiest = 1.0 if work.ep == 1 else self.m.skew
-        kinds: dict[tuple[bool, int | str], float] = {}
-        for layer in range(model.layers):
-            kind = model.is_moe(layer), model.mask_of(layer)
-            if kind not in kinds:
-                forward, backward = block_seconds(cfg, axes, layer, self.m, busiest)
-                again = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
-                kinds[kind] = sum(forward.values()) + sum(backward.values()) + again
-        last = range(model.layers - 1, model.layers)
-        return kinds, passes(cfg, axes, last, self.m, busiest)[0]["loss"]
+        head = passes(cfg, axes, range(model.layers - 1, model.layers), self.m, busiest)[0]["loss"]
+        whole, blocks = head, []
+        for layers in self.kinds.values():
+            forward, backward = block_seconds(cfg, axes, layers[0], self.m, busiest)
+            again = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
+            blocks.append(sum(forward.values()) + sum(backward.values()) + again)
+            whole += len(layers) * blocks[-1]
+        return whole, min(blocks), max(*blocks, head)
 
 
 def work_axes(work: Work) -> Axes:

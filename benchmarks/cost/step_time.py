@@ -318,10 +318,7 @@ def copy_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> fl
 
 def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float) -> tuple[Parts, Parts]:
     """Seconds of a micro-batch's forward and backward by part, without FSDP2, for the blocks in `span`."""
-    model = cfg.model
-    kinds: dict[tuple[bool, int | str], list[int]] = {}
-    for layer in span:
-        kinds.setdefault((model.is_moe(layer), model.mask_of(layer)), []).append(layer)
+    kinds = layers_by_kind(cfg.model, span)
     blocks = [(len(layers), block_seconds(cfg, axes, layers[0], m, skew)) for layers in kinds.values()]
     forward, backward = (
         {part: sum(n * both[direction][part] for n, both in blocks) for part in blocks[0][1][direction]}
@@ -331,6 +328,14 @@ def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float
     if has_head(cfg, axes, span):
         forward["loss"] = head_seconds(cfg, axes, m)
     return forward, backward
+
+
+def layers_by_kind(model: ModelConfig, span: range) -> dict[tuple[bool, int | str], list[int]]:
+    """The blocks of a span by the kind that decides their seconds."""
+    kinds: dict[tuple[bool, int | str], list[int]] = {}
+    for layer in span:
+        kinds.setdefault((model.is_moe(layer), model.mask_of(layer)), []).append(layer)
+    return kinds
 
 
 def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: SimpleNamespace) -> float:

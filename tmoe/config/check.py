@@ -206,25 +206,27 @@ def check(
     positive: names of settings that must be above 0 and finite in float32.
     share: names of settings that must be at least 0 and below 1.
     """
+    lows = dict.fromkeys(zero.split(), 0) | dict.fromkeys(one.split(), 1)
+    above, parts = positive.split(), share.split()
     for name, kind in _kinds(type(cfg)).items():
-        value = getattr(cfg, name)
-
-        def must(ok: bool, wrong: str, shown: Any = value, setting: str = section + name) -> None:
-            if not ok:
-                raise ConfigError.of(setting, str(shown), wrong)
-
+        value, wrong = getattr(cfg, name), None
+        shown = value
         if not fits(value, kind):
-            must(False, f"must be {spell(kind)}", value if get_origin(kind) is Literal else repr(value))
-        must(value != "", "must not be empty", "''")
-
-        limit = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]
-        end = f"at most {limit}" if isinstance(value, int) else "finite in float32"
-        for low, names in enumerate((zero, one)):
-            ok = value is None or name not in names.split() or low <= value <= limit
-            must(ok, f"must be at least {low} and {end}")
-        ok = value is None or name not in positive.split() or FLOATS[0] <= value <= limit
-        must(ok, "must be positive and finite in float32")
-        must(name not in share.split() or 0 <= value <= FLOATS[2], "must be at least 0 and below 1")
+            wrong, shown = f"must be {spell(kind)}", value if get_origin(kind) is Literal else repr(value)
+        elif value == "":
+            wrong, shown = "must not be empty", "''"
+        elif value is not None and (name in lows or name in above):
+            whole = isinstance(value, int)
+            limit = MOST.get(name, 2**31 - 1) if whole else FLOATS[1]
+            if name in lows and not lows[name] <= value <= limit:
+                end = f"at most {limit}" if whole else "finite in float32"
+                wrong = f"must be at least {lows[name]} and {end}"
+            elif name in above and not FLOATS[0] <= value <= limit:
+                wrong = "must be positive and finite in float32"
+        elif name in parts and not 0 <= value <= FLOATS[2]:
+            wrong = "must be at least 0 and below 1"
+        if wrong:
+            raise ConfigError.of(section + name, str(shown), wrong)
     return Section(cfg, section)
 
 

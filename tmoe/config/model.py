@@ -4,6 +4,7 @@ next: run.py"""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -597,7 +598,7 @@ class ModelConfig:
             model.require(not self.dense_blocks, "dense_blocks", alone)
             model.require(not self.dense_layers, "dense_layers", alone, 0)
 
-    @property
+    @functools.cached_property
     def one_branch(self) -> bool:
         """Whether a block has attention or a feed-forward, not both."""
         return not {"moe", "dense"}.isdisjoint(self.layer_types)

@@ -127,12 +127,12 @@ def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> 
     sizes = [blocks_bytes(cfg, axes, span) + result * (not has_head(cfg, axes, span)) for span in spans]
     layers = [sum(map(cfg.model.is_moe, span)) for span in spans]
     left = [count * left_bytes(cfg, axes) for count in layers] if defers(cfg, axes) else [0] * len(spans)
+    begun, waits = dict(F=1, B=-1, I=-1, W=0, H=0), dict(F=0, B=0, I=1, W=-1, H=0)
     found = []
     for row in order.ranks:
         held = most = 0
         for action in row:
-            held += dict(F=1, B=-1, I=-1, W=0, H=0)[action.op] * sizes[action.chunk]
-            held += dict(F=0, B=0, I=1, W=-1, H=0)[action.op] * left[action.chunk]
+            held += begun[action.op] * sizes[action.chunk] + waits[action.op] * left[action.chunk]
             most = max(most, held)
         found.append(most)
     return found
@@ -140,10 +140,11 @@ def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> 
 
 def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
     """Bytes that autograd keeps for these blocks from a micro-batch's forward to its backward."""
-    kinds = {kind_of(cfg.model, layer): layer for layer in span}
-    bytes_of = {kind: layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for kind, layer in kinds.items()}
+    kinds = {layer: kind_of(cfg.model, layer) for layer in span}
+    some = {kind: layer for layer, kind in kinds.items()}
+    bytes_of = {kind: layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for kind, layer in some.items()}
     losses = max(0, span.stop - cfg.model.layers) * further_loss_bytes(cfg, axes)
-    return losses + sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
+    return losses + sum(bytes_of[kind] for kind in kinds.values())
 
 
 def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int | str, bool]:
@@ -291,9 +292,10 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     model = cfg.model
     width = compute_bytes(cfg)
     several, master, sums = several_micros(cfg, axes), master_bytes(cfg), sum_bytes(cfg)
-    kinds = {kind_of(model, layer): layer for span in spans for layer in span}  # blocks are of few kinds
-    numbers = {kind: _numbers(cfg, axes, layer) for kind, layer in kinds.items()}
-    chunks = [_chunk(cfg, axes, span, [numbers[kind_of(model, layer)] for layer in span]) for span in spans]
+    kinds = {layer: kind_of(model, layer) for span in spans for layer in span}
+    some = {kind: layer for layer, kind in kinds.items()}  # blocks are of few kinds
+    numbers = {kind: _numbers(cfg, axes, layer) for kind, layer in some.items()}
+    chunks = [_chunk(cfg, axes, span, [numbers[kinds[layer]] for layer in span]) for span in spans]
     own, held, whole, copies, gathered_root, *_ = (sum(column) for column in zip(*chunks, strict=True))
     passing = max(chunk.passing for chunk in chunks)
     working = max(chunk.working for chunk in chunks)
@@ -313,7 +315,8 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         "exchange": exchange_bytes(cfg, axes),
     }
     root = [shape for span in spans for shape in chunk_root(cfg, axes, span)]
-    dense_shapes = [parameter_shapes(cfg, layer)[0] for span in spans for layer in span]
+    shapes = {kind: parameter_shapes(cfg, layer)[0] for kind, layer in some.items()}
+    dense_shapes = [shapes[kind] for kind in kinds.values()]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
     parts = without_values(parts, cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
