@@ -29,15 +29,20 @@ def test_kernels_in_the_interpreter():
     assert ran.stdout.splitlines()[-1] == "all right"
 
 
-def check_metadata(routing):
-    for T, E, K, low in [
-        (700, 16, 4, 0),
-        (513, 33, 8, -3),
-        (300, 8, 2, 5),
-        (97, 64, 6, -64),
-        (1, 1, 1, 0),
-        (0, 4, 2, 0),
-    ]:
+FEW_SLOTS = [  # tokens, experts, K, the smallest id: of one launch
+    (700, 16, 4, 0),
+    (513, 33, 8, -3),
+    (300, 8, 2, 5),
+    (97, 64, 6, -64),
+    (1, 1, 1, 0),
+    (0, 4, 2, 0),
+]
+# Of three launches, which sort each block of 512 slots: three blocks, more of them than experts, one, none.
+MANY_SLOTS = [(129, 33, 8, -3), (515, 2, 2, 0), (300, 8, 2, 5), (97, 64, 6, -64), (1, 1, 1, 0), (0, 4, 2, 0)]
+
+
+def check_metadata(routing, cases):
+    for T, E, K, low in cases:
         ids = torch.randint(low, E, (T, K))
         # what is allocated holds the largest integers, no zeros by luck
         torch.use_deterministic_algorithms(True)
@@ -185,9 +190,11 @@ def main():
 
     poison()
     torch.manual_seed(0)
-    check_metadata(routing)
+    few = routing.FEW
+    check_metadata(routing, FEW_SLOTS)
     routing.FEW = 0  # three launches instead of the one for few slots
-    check_metadata(routing)
+    check_metadata(routing, MANY_SLOTS)
+    routing.FEW = few  # layers, whose launches read the same tables, route in one
     # the last in two tiles a row
     for T, E, K in [
         (70, 8, 2),
