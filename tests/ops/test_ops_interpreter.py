@@ -37,7 +37,7 @@ FEW_SLOTS = [  # tokens, experts, K, the smallest id: of one launch
     (1, 1, 1, 0),
     (0, 4, 2, 0),
 ]
-# Of three launches, which sort each block of 512 slots: three blocks, more of them than experts, one, none.
+# Three launches sort blocks of 512 slots: here three blocks, more blocks than experts, one block or none.
 MANY_SLOTS = [(129, 33, 8, -3), (515, 2, 2, 0), (300, 8, 2, 5), (97, 64, 6, -64), (1, 1, 1, 0), (0, 4, 2, 0)]
 
 

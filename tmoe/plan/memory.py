@@ -315,9 +315,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         "exchange": exchange_bytes(cfg, axes),
     }
     root = [shape for span in spans for shape in chunk_root(cfg, axes, span)]
-    shapes = {kind: parameter_shapes(cfg, layer)[0] for kind, layer in some.items()}
-    dense_shapes = [shapes[kind] for kind in kinds.values()]
-    parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
+    parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, list(kinds)), cfg, axes, spans)
     parts = without_values(parts, cfg, axes, spans)
     parts = with_adapters(parts, cfg, axes, spans)
     if not cfg.optim.offload:  # one moment less for what Muon trains
@@ -445,17 +443,18 @@ def frozen_elements(model: ModelConfig, pattern: str, span: range, head: bool) -
 
 
 def kept_for_a_step(
-    parts: dict[str, int], cfg: Config, axes: Axes, root: list[Shape], blocks: list[list[Shape]]
+    parts: dict[str, int], cfg: Config, axes: Axes, root: list[Shape], layers: list[int]
 ) -> dict[str, int]:
     """The same parts for --parallel.shard 1 or 2; 3 leaves them unchanged (parallel/zero.py).
 
     1 and 2: all dense weights are gathered, not two units of blocks. 2: between micro-batches a rank keeps
     its shard of their gradients, not the whole gradients.
 
-    root, blocks: shapes of a rank's dense weights, outside of its blocks and in each block.
+    root, layers: shapes of a rank's dense weights outside of its blocks, and its blocks.
     """
     if cfg.parallel.shard == 3 or axes.stage == 1:
         return parts
+    blocks = [parameter_shapes(cfg, layer)[0] for layer in layers]
     width, shard = compute_bytes(cfg), axes.shard
     padded = [sharded(shapes, shard) * shard for shapes in blocks]
     together = units([width * numel(shapes) for shapes in blocks])
