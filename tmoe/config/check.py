@@ -209,13 +209,15 @@ def check(
     lows = dict.fromkeys(zero.split(), 0) | dict.fromkeys(one.split(), 1)
     above, parts = positive.split(), share.split()
     for name, kind in _kinds(type(cfg)).items():
-        value, wrong = getattr(cfg, name), None
-        shown = value
+        value = shown = getattr(cfg, name)
+        wrong = ""
         if not fits(value, kind):
             wrong, shown = f"must be {spell(kind)}", value if get_origin(kind) is Literal else repr(value)
         elif value == "":
             wrong, shown = "must not be empty", "''"
-        elif value is not None and (name in lows or name in above):
+        elif value is None:
+            continue
+        elif name in lows or name in above:
             whole = isinstance(value, int)
             limit = MOST.get(name, 2**31 - 1) if whole else FLOATS[1]
             if name in lows and not lows[name] <= value <= limit:
