@@ -150,8 +150,12 @@ def test_what_is_read_is_not_named(words, capsys):
         ),
         ("tiny --model.mla.q-rank 8", "--model.mla.q-rank=8: unused with --model.attention=gqa"),
         (
+            "tiny --model.attention mla --model.qk-norm none --model.kv-heads 2",
+            "--model.kv-heads=2: unused with --model.attention=mla",
+        ),
+        (
             "tiny --model.moe.tile 64 --model.moe.selection sinkhorn",
-            "--model.moe.tile=64: unused with --model.moe.selection other than tiles",
+            "--model.moe.tile=64: unused with --model.moe.selection=sinkhorn",
         ),
         (
             "tiny --model.moe.group-score top2",

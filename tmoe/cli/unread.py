@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import NamedTuple
 
 from tmoe.config.check import ConfigError
@@ -27,12 +28,6 @@ PREFERENCE = dict(
 # Losses that do not normalise advantages by default (--grpo.advantage).
 OTHER_ADVANTAGE = ("dr_grpo", "rloo")
 WHOLE_ANSWERS = ("gspo", "rloo")  # losses without a mismatch correction by default (--grpo.mismatch)
-# Settings of the router that one selection reads.
-OF_SELECTION = dict(
-    tiles="model.moe.tile model.moe.tile_rounding",
-    sinkhorn="model.moe.sinkhorn_iterations",
-    quantile="model.moe.quantile_ema",
-)
 OF_UPDATES = """loss clip_low clip_high dual_clip ratio_cap ratio_penalty entropy normaliser advantage
 advantage_eps updates kl kl_in kl_estimator overlong resample mismatch mismatch_cap replay"""
 # Settings of OptimConfig that a validation does not read.
@@ -62,6 +57,19 @@ def of_task(names: str, *tasks: str) -> UnreadRule:
         lambda cfg: cfg.task in tasks,
         lambda cfg: f"--task={cfg.task}",
         f"with --task {' or '.join(tasks)}",
+    )
+
+
+def of_value(names: str, setting: str, value: str) -> UnreadRule:
+    """Settings that a run reads with one value of another setting. A note names them elsewhere."""
+    flag = f"--{setting.replace('_', '-')}"
+    given = attrgetter(setting)
+    return UnreadRule(
+        tuple(names.split()),
+        lambda cfg: given(cfg) == value,
+        lambda cfg: f"{flag}={given(cfg)}",
+        f"with {flag} {value}",
+        refuses=False,
     )
 
 
@@ -114,13 +122,14 @@ RULES = (
         "with --grpo.mismatch truncate or mask",
     ),
     of_grpo("kl_in", lambda cfg: cfg.grpo.kl > 0, lambda cfg: "--grpo.kl=0", "with --grpo.kl above 0"),
-    UnreadRule(
-        ("optim.decay_fraction",),
-        lambda cfg: cfg.optim.schedule == "wsd",
-        lambda cfg: f"--optim.schedule={cfg.optim.schedule}",
-        "with --optim.schedule wsd",
-        refuses=False,
-    ),
+    of_value("optim.decay_fraction", "optim.schedule", "wsd"),
+    of_value(" ".join(f"model.mla.{one.name}" for one in fields(MLAConfig)), "model.attention", "mla"),
+    of_value("model.kv_heads model.head_dim", "model.attention", "gqa"),
+    of_value("model.moe.tile model.moe.tile_rounding", "model.moe.selection", "tiles"),
+    of_value("model.moe.sinkhorn_iterations", "model.moe.selection", "sinkhorn"),
+    of_value("model.moe.quantile_ema", "model.moe.selection", "quantile"),
+    of_value("model.moe.cosine_dim model.moe.cosine_temperature", "model.moe.score", "cosine"),
+    of_value("model.moe.force_skew", "model.moe.force", "skew"),
     UnreadRule(
         ("optim.min_lr", "optim.decay_steps"),
         lambda cfg: cfg.optim.schedule != "constant",
@@ -175,18 +184,6 @@ RULES = (
                 "with --model.moe.capacity-factor",
             ),
             (
-                " ".join(f"model.mla.{one.name}" for one in fields(MLAConfig)),
-                lambda cfg: cfg.model.attention == "mla",
-                "--model.attention=gqa",
-                "with --model.attention mla",
-            ),
-            (
-                "model.kv_heads model.window_kv_heads model.head_dim model.v_head_dim",
-                lambda cfg: cfg.model.attention == "gqa",
-                "--model.attention=mla",
-                "with --model.attention gqa",
-            ),
-            (
                 "model.windowed model.window_kv_heads model.window_sinks",
                 lambda cfg: cfg.model.window > 0,
                 "--model.window=0",
@@ -203,27 +200,6 @@ RULES = (
                 lambda cfg: cfg.model.moe.groups > 1 or cfg.model.moe.top_devices > 0,
                 "--model.moe.groups=1",
                 "with --model.moe.groups above 1 or --model.moe.top-devices above 0",
-            ),
-            (
-                "model.moe.force_skew",
-                lambda cfg: cfg.model.moe.force == "skew",
-                "--model.moe.force other than skew",
-                "with --model.moe.force skew",
-            ),
-            (
-                "model.moe.cosine_dim model.moe.cosine_temperature",
-                lambda cfg: cfg.model.moe.score == "cosine",
-                "--model.moe.score other than cosine",
-                "with --model.moe.score cosine",
-            ),
-            *(
-                (
-                    names,
-                    lambda cfg, kind=kind: cfg.model.moe.selection == kind,
-                    f"--model.moe.selection other than {kind}",
-                    f"with --model.moe.selection {kind}",
-                )
-                for kind, names in OF_SELECTION.items()
             ),
         )
     ),

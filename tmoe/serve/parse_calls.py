@@ -132,10 +132,12 @@ GLM = ByName(
     ),
     re.compile(r"\s*\Z"),
 )
-# a call's name and its arguments: V3.1's form, then that of R1 and V3
+# a call's name and its arguments: the form of V3 and R1, then that of V3.1
 DEEPSEEK = re.compile(
-    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```|([^<]+)<｜tool▁sep｜>(.*?))"
-    r"<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>\s*)?",
+    r"\s*<｜tool▁call▁begin｜>(?:"
+    r"function<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```"
+    r"|([^<]+)<｜tool▁sep｜>(.*?)"
+    r")<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>\s*)?",
     re.DOTALL,
 )
 KIMI = re.compile(
